@@ -1,0 +1,34 @@
+# make run    set up, then the main job
+# make test   set up, then the tests
+# make check  formatting, lint, types
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: run test check format clean
+
+run: $(READY)
+	$(BIN)/subquad list
+	$(BIN)/subquad gallery -o out/gallery
+
+test: $(READY)
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+check: $(READY)
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests
+
+# The stamp is written last: an interrupted installation is done again.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) out build dist
