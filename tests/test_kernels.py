@@ -9,14 +9,17 @@ from subquad.kernels.blocks import Part, columns, diagonal, part, plan, rows_to_
 from subquad.kernels.merge import merge_attention, plain_merge
 
 
-def cover(parts: list[Part], n: int, m: int | None = None) -> torch.Tensor:
+def cover(parts: list[Part], n: int, drawn: tuple[int, ...] = ()) -> torch.Tensor:
     """How often each (query, key) pair occurs in the parts, by walking through them."""
-    count = torch.zeros(n, m or n, dtype=torch.int64)
+    count = torch.zeros(n, n, dtype=torch.int64)
     for p in parts:
         seen = p.allowed().expand(p.blocks, p.q_len, p.k_len)
         block, row, key = seen.nonzero().unbind(1)
         q = p.q_start + block * p.q_step + row * p.q_stride
         k = p.k_start + block * p.k_step + key * p.k_stride
+        if p.draws:
+            size = p.k_len // p.draws
+            k = torch.tensor(drawn)[p.k_start + block * p.k_step + key // size] * size + key % size
         count.index_put_((q, k), torch.ones_like(q), accumulate=True)
     return count
 
@@ -112,6 +115,21 @@ def test_gradcheck_of_overlapping_windows():
     flat = plan(windows(0, 23, 3, 2, block=4), 23)
     tensors = [torch.randn(1, 2, 23, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradcheck(lambda q, k, v: merge_attention(q, [k], [v], flat, scale=0.5), tensors)
+
+
+def test_drawn_blocks_equal_dense_attention():
+    """Query block a sees two blocks that stand in no regular place, one of them drawn by several."""
+    drawn = (2, 0, 1, 0, 2, 0)
+    parts = [*selves(14), Part(0, 3, 4, 4, 1, 0, 2, 8, 1, draws=2)]
+    tensors = [torch.randn(2, 2, 14, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    count = cover(parts, 14, drawn).double()  # oneself may be seen twice: it then weighs twice
+    scores = (tensors[0] @ tensors[1].mT * 0.5 + count.log()).softmax(-1)
+    expected, direction = scores @ tensors[2], torch.randn(2, 2, 14, 4, dtype=torch.float64)
+    for path in (merge_attention, plain_merge):
+        out = path(tensors[0], [tensors[1]], [tensors[2]], plan(parts, 14, drawn), scale=0.5, valid=[])
+        torch.testing.assert_close(out, expected)
+        got, want = (torch.autograd.grad(x, tensors, direction, retain_graph=True) for x in (out, expected))
+        torch.testing.assert_close(got, want)
 
 
 def test_a_second_derivative_is_refused_by_the_fused_path_and_right_in_the_plain_one():

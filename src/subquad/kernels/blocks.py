@@ -10,17 +10,21 @@ and may see it when the offset  position(key) - position(query)  lies in [lo, hi
 Sliding windows, diagonal blocks, grid columns and "everyone to these few" are all of this form. The grids are
 strided *views* of the sequence, so no length needs padding and nothing is copied: what sticks out at either
 end is a part of its own. A part is a tuple of integers, which is what lets a compiled graph carry it.
+
+Where keys stand in no regular place, a part may *draw*: block a takes `draws` blocks of its source, each as long
+as k_len / draws, whose numbers stand in the plan's list of drawn blocks from k_start + a·k_step on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 FAR = 1 << 40  # an offset that no sequence reaches: "no limit"
+NODES, NODES_BACK, MEMBERS = 1, 2, 3  # relations of a binary tree: `Part.rule`
 CHUNKS = 8  # a causal cross part is cut into this many row chunks, each with only the keys it can see
 
 
@@ -44,7 +48,9 @@ class Part(NamedTuple):
     hi: int = FAR
     xlo: int = 1  # an empty interval: nothing excluded
     xhi: int = 0
+    draws: int = 0  # > 0: the keys are that many drawn blocks of the source
     fresh: int = 0  # 1: no earlier part has touched these queries (set by `plan`)
+    rule: int = 0  # 0: the intervals above; else a relation of a binary tree, see `_binary`
 
     @property
     def is_self(self) -> bool:
@@ -62,15 +68,36 @@ class Part(NamedTuple):
 
     def allowed(self, device: torch.device | None = None) -> Tensor:
         """Who may see whom inside the blocks: bool (blocks or 1, q_len, k_len)."""
+        if self.rule:
+            return self._binary(device)
         offset = self.offsets(device)
         inside = (offset >= self.lo) & (offset <= self.hi)
         return inside & ~((offset >= self.xlo) & (offset <= self.xhi))
+
+    def _binary(self, device: torch.device | None) -> Tensor:
+        """Relations of a binary (Fenwick) tree, the same in every block: bool (1, q_len, k_len).
+
+        Node m ≥ 1 holds the lowbit(m) tokens m - lowbit(m) … m-1 and stands at place m-1, relative to its block.
+        NODES: query r sees the nodes whose tokens make up 0 … r-1, and itself where it is a node of its own.
+        NODES_BACK: the mirror image of it, without itself. MEMBERS: node r+1 sees the tokens that it holds.
+        """
+        row = torch.arange(self.q_len, device=device)[:, None] * self.q_stride  # (L, 1)
+        key = self.k_start - self.q_start + torch.arange(self.k_len, device=device) * self.k_stride  # (S,)
+        if self.rule == MEMBERS:
+            node = row + 1
+            return ((key >= node - (node & -node)) & (key < node))[None]
+        if self.rule == NODES_BACK:
+            row, node = self.q_len - 1 - row, self.q_len - key
+            return (row & -(node & -node) == node)[None]
+        node = key + 1
+        return ((row & -(node & -node) == node) | ((key == row) & (key % 2 == 0)))[None]
 
     def is_triangle(self) -> bool:
         """Row r sees exactly the keys 0..r of its block: the kernel's own causal flag does it."""
         aligned = self.p_start == self.q_start and (self.blocks == 1 or self.p_step == self.q_step)
         return (
             aligned
+            and not self.rule
             and self.q_len == self.k_len
             and self.p_stride == self.q_stride > 0
             and self.hi == 0
@@ -87,7 +114,7 @@ class Part(NamedTuple):
 
     def sees_everything(self) -> bool:
         low, high = self.extent()
-        return self.lo <= low and high <= self.hi and (self.xlo > self.xhi or self.xhi < low or self.xlo > high)
+        return not self.rule and self.lo <= low and high <= self.hi and (self.xlo > self.xhi or self.xhi < low or self.xlo > high)
 
 
 def part(queries: tuple[int, int, int, int, int], keys: tuple[int, int, int, int], **rules: int) -> Part:
@@ -140,7 +167,7 @@ def windows(start: int, stop: int, left: int, right: int, *, block: int | None =
     tail = max(head, (n - right) // block * block)  # … would end behind `stop`
     if tail - head < 2 * block:  # hardly an interior: one rectangle
         return rows_to_keys(range(start, stop), range(start, stop), lo=-left, hi=right)
-    rule = {"lo": -left, "hi": right}
+    rule: dict[str, Any] = {"lo": -left, "hi": right}
     parts = rows_to_keys(range(start, start + head), range(start, start + head + right), **rule)
     blocks, strip = (tail - head) // block, block + left + right
     queries = (start + head, blocks, block, block, 1)
@@ -185,18 +212,26 @@ def selves(n: int) -> list[Part]:
     return [part((0, n, 1, 1, 1), (0, 1, 1, 1))] if n else []
 
 
-def plan(parts: Iterable[Part], n: int) -> tuple[int, ...]:
-    """The parts in order, flat, each marked `fresh` when no earlier part touched its queries."""
+def plan(parts: Iterable[Part], n: int, drawn: Iterable[int] = ()) -> tuple[int, ...]:
+    """Number of parts, the parts in order (each marked `fresh` when no earlier part touched its queries), the drawn
+    blocks: a flat tuple of integers.
+    """
     touched = torch.zeros(n, dtype=torch.bool)
-    flat: list[int] = []
+    parts = list(parts)
+    flat: list[int] = [len(parts)]
     for p in parts:
         view = touched.as_strided((p.blocks, p.q_len), (p.q_step, p.q_stride), p.q_start)
         flat.extend(p._replace(fresh=int(not view.any())))
         view.fill_(True)
-    return tuple(flat)
+    return (*flat, *drawn)
 
 
-def unplan(flat: Iterable[int]) -> list[Part]:
-    """The inverse of `plan`."""
-    numbers, width = list(flat), len(Part._fields)
-    return [Part(*numbers[i : i + width]) for i in range(0, len(numbers), width)]
+def unplan(flat: Sequence[int]) -> list[Part]:
+    """The parts of a plan."""
+    width = len(Part._fields)
+    return [Part(*flat[1 + i * width : 1 + (i + 1) * width]) for i in range(flat[0])]
+
+
+def drawn_blocks(flat: Sequence[int]) -> Sequence[int]:
+    """The drawn blocks of a plan."""
+    return flat[1 + flat[0] * len(Part._fields) :]

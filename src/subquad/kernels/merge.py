@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.kernels.blocks import Part, unplan
+from subquad.kernels.blocks import Part, drawn_blocks, unplan
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -77,7 +77,7 @@ def _kept_mask(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return additive, (empty if bool(empty.any()) else None)
 
 
-def _mask(part: Part, valid: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def _mask(part: Part, valid: Tensor | None, drawn: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """What the flash kernel adds to the scores, and which rows are left with no key at all.
 
     valid (G or 1, m) → mask (G or 1, A or 1, L or 1, S), empty rows (G or 1, A or 1, L or 1).
@@ -89,7 +89,7 @@ def _mask(part: Part, valid: Tensor | None, dtype: torch.dtype) -> tuple[Tensor 
         mask, empty = mask[None], None if empty is None else empty[None]
     if valid is None:
         return mask, empty
-    exists = _grid(valid[..., None], part.k_start, part.blocks, part.k_step, part.k_len, part.k_stride)
+    exists = _keys(valid[..., None], part, drawn)
     bias = torch.zeros(exists.shape[:3], dtype=dtype).masked_fill_(~exists[..., 0], -torch.inf)  # (G, A, S)
     bias = bias[:, :, None]  # (G, A, 1, S)
     if part.is_triangle():
@@ -112,12 +112,31 @@ def _queries(x: Tensor, p: Part) -> Tensor:
     return _grid(x, p.q_start, p.blocks, p.q_step, p.q_len, p.q_stride)  # (G, A, L, d)
 
 
-def _keys(x: Tensor, p: Part) -> Tensor:
-    return _grid(x, p.k_start, p.blocks, p.k_step, p.k_len, p.k_stride)  # (G, A, S, d)
+def _keys(x: Tensor, p: Part, drawn: Tensor) -> Tensor:
+    """(G, A, S, d): a view, or a copy of the drawn blocks."""
+    if not p.draws:
+        return _grid(x, p.k_start, p.blocks, p.k_step, p.k_len, p.k_stride)
+    return _blocks(x, p).index_select(1, _numbers(p, drawn)).view(x.shape[0], p.blocks, p.k_len, x.shape[2])
 
 
-def _add_keys(total: Tensor, grad: Tensor, p: Part) -> None:
+def _blocks(x: Tensor, p: Part) -> Tensor:
+    """The whole blocks that a part draws from: (G, n, d) → (G, n // size, size, d)."""
+    size = p.k_len // p.draws
+    return _grid(x, 0, x.shape[1] // size, size, size, 1)
+
+
+def _numbers(p: Part, drawn: Tensor) -> Tensor:
+    return drawn.as_strided((p.blocks, p.draws), (p.k_step, 1), p.k_start).flatten()  # (A·draws,)
+
+
+def _add_keys(total: Tensor, grad: Tensor, p: Part, drawn: Tensor) -> None:
     """total[key] += grad; where key blocks overlap they are added in slices that do not."""
+    if p.draws:
+        pieces = grad.reshape(grad.shape[0], p.blocks * p.draws, -1, grad.shape[3])  # (G, A·draws, size, d)
+        blocks = _blocks(total, p)
+        for at, number in enumerate(_numbers(p, drawn).tolist()):  # a block may be drawn twice
+            blocks[:, number].add_(pieces[:, at])
+        return
     overlap = p.blocks > 1 and p.k_stride == 1 and p.k_step < p.k_len
     if overlap and p.k_step == 0:  # the same keys in every block
         _grid(total, p.k_start, 1, 0, p.k_len, p.k_stride)[:, 0].add_(grad.sum(1))
@@ -143,10 +162,10 @@ def _groups(tensors: list[Tensor], valid: list[Tensor]):
         yield [t[b] for t in tensors], dict(enumerate(x[b] for x in valid))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, p: Part, valid: Tensor | None, scale: float):
+def _attend(q: Tensor, k: Tensor, v: Tensor, p: Part, valid: Tensor | None, drawn: Tensor, scale: float):
     """One part: output (G, A, L, d) and logsumexp (G, A, L), -inf where a row has no key."""
-    mask, empty = _mask(p, valid, q.dtype)
-    qs, ks, vs = _queries(q, p), _keys(k, p), _keys(v, p)
+    mask, empty = _mask(p, valid, drawn, q.dtype)
+    qs, ks, vs = _queries(q, p), _keys(k, p, drawn), _keys(v, p, drawn)
     if p.is_self:
         lse = (qs * ks).sum(-1).mul_(scale)  # (G, A, 1)
         out = vs
@@ -169,14 +188,14 @@ def fused_merge(
     plan: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    parts = unplan(plan)
+    parts, drawn = unplan(plan), torch.tensor(drawn_blocks(plan), dtype=torch.int64)
     covered = sum(p.blocks * p.q_len for p in parts if p.fresh) == q.shape[2]
     out = torch.empty_like(q) if covered else torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -torch.inf)  # (B, H, n)
     m = len(keys)
     for (q_, out_, lse_, *kv), valid_ in _groups([q, out, lse[..., None], *keys, *values], valid):
         for p in parts:
-            o, l_new = _attend(q_, kv[p.source], kv[m + p.source], p, valid_.get(p.source), scale)
+            o, l_new = _attend(q_, kv[p.source], kv[m + p.source], p, valid_.get(p.source), drawn, scale)
             o_old, l_old = _queries(out_, p), _queries(lse_, p)[..., 0]  # views
             if p.fresh:
                 o_old.copy_(o)
@@ -206,7 +225,7 @@ def fused_merge_backward(
     plan: list[int],
     scale: float,
 ) -> list[Tensor]:
-    parts, m = unplan(plan), len(keys)
+    parts, m, drawn = unplan(plan), len(keys), torch.tensor(drawn_blocks(plan), dtype=torch.int64)
     grad = _ready(grad)
     dq, dkv = torch.zeros_like(q), [torch.zeros_like(t) for t in (*keys, *values)]
     safe = lse.masked_fill(lse == -torch.inf, 0)[..., None]  # exp(-inf - 0) = 0: empty rows get no gradient
@@ -214,18 +233,18 @@ def fused_merge_backward(
     for (g_, q_, out_, safe_, dq_, *rest), valid_ in _groups(tensors, valid):
         kv, dkv_ = rest[: 2 * m], rest[2 * m :]
         for p in parts:
-            row = [_queries(t, p) for t in (g_, q_, out_, safe_)]
-            k, v = _keys(kv[p.source], p), _keys(kv[m + p.source], p)
-            grads = _part_backward(*row, k, v, p, valid_.get(p.source), scale)
+            g, qs, o, l_all = (_queries(t, p) for t in (g_, q_, out_, safe_))
+            k, v = _keys(kv[p.source], p, drawn), _keys(kv[m + p.source], p, drawn)
+            mask, empty = _mask(p, valid_.get(p.source), drawn, q.dtype)
+            grads = _part_backward(g, qs, o, l_all, k, v, p, mask, empty, scale)
             _queries(dq_, p).add_(grads[0])
-            _add_keys(dkv_[p.source], grads[1], p)
-            _add_keys(dkv_[m + p.source], grads[2], p)
+            _add_keys(dkv_[p.source], grads[1], p, drawn)
+            _add_keys(dkv_[m + p.source], grads[2], p, drawn)
     return [dq, *dkv]
 
 
-def _part_backward(g, q, out, lse, k, v, p: Part, valid: Tensor | None, scale: float):
+def _part_backward(g, q, out, lse, k, v, p: Part, mask: Tensor | None, empty: Tensor | None, scale: float):
     """Gradients of one part's q, k, v, given the merged out and lse (all as views (G, A, L or S, d))."""
-    mask, empty = _mask(p, valid, q.dtype)
     if p.is_self:
         weight = ((q * k).sum(-1, keepdim=True) * scale - lse).exp_()  # (G, A, 1, 1)
         if empty is not None:
@@ -265,11 +284,14 @@ def plain_merge(q, keys, values, plan, *, scale: float, valid, dropout: float = 
     """The same by ordinary torch: scores of one part at a time, any device, any order of derivative."""
     kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, keys, values = q.to(work), [k.to(work) for k in keys], [v.to(work) for v in values]
-    parts = unplan(plan)
+    parts, drawn = unplan(plan), torch.tensor(drawn_blocks(plan), device=q.device)
     scores, places = [], []
     for p in parts:
         at = _places(p.q_start, p.blocks, p.q_step, p.q_len, p.q_stride, q.device)  # (A, L)
         key = _places(p.k_start, p.blocks, p.k_step, p.k_len, p.k_stride, q.device)  # (A, S)
+        if p.draws:
+            size = p.k_len // p.draws
+            key = (_numbers(p, drawn)[:, None] * size + torch.arange(size, device=q.device)).view(p.blocks, p.k_len)
         s = q[:, :, at] @ keys[p.source][:, :, key].mT * scale  # (B, H, A, L, S)
         seen = p.allowed(q.device)  # (A or 1, L, S)
         if valid:

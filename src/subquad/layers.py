@@ -1,0 +1,215 @@
+"""The layer around a mechanism: `MultiheadAttention`, a drop-in for torch's, with any attention inside."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.attention.registry import attention as make_attention
+
+QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
+
+
+class Projections:
+    """The layer's input projections, for mechanisms that work on tokens: tokens (B, n, E) → heads (B, H, n, d)."""
+
+    def __init__(self, layer: MultiheadAttention) -> None:
+        self.layer = layer
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self._project(0, x)
+
+    def keys(self, x: Tensor) -> Tensor:
+        return self._project(1, x)
+
+    def values(self, x: Tensor) -> Tensor:
+        return self._project(2, x)
+
+    def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All three; self-attention takes one matrix product."""
+        if query is key and key is value and self.layer.in_proj_weight is not None:
+            mixed = F.linear(query, self.layer.in_proj_weight, self.layer.in_proj_bias)  # (B, n, 3E)
+            q, k, v = (self._split(x) for x in mixed.chunk(3, -1))
+            return q, k, v
+        return self.queries(query), self.keys(key), self.values(value)
+
+    def _project(self, which: int, x: Tensor) -> Tensor:
+        layer, e = self.layer, self.layer.embed_dim
+        rows = slice(which * e, (which + 1) * e)
+        if layer.in_proj_weight is not None:
+            weight = layer.in_proj_weight[rows]
+        else:
+            weight = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)[which]
+        return self._split(F.linear(x, weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.layer.num_heads, self.layer.head_dim)).transpose(1, 2)  # (B, H, n, d)
+
+
+class MultiheadAttention(nn.Module):
+    """`torch.nn.MultiheadAttention` with a chosen attention inside.
+
+        m = MultiheadAttention(512, 8, attention="longformer:window=64", causal=True, batch_first=True)
+        y, _ = m(x, x, x, need_weights=False)
+
+    Same arguments, same call, same state dict as torch's; with attention="full" the same outputs and gradients.
+    What it cannot honour raises: add_bias_kv, add_zero_attn, and an attn_mask other than the causal one (full
+    attention takes any). `key_padding_mask` is torch's: True = padding. `need_weights=True` (torch's default)
+    returns the effective weights, a matrix n × n: pass need_weights=False for long sequences.
+    """
+
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        attention: str = "full",
+        causal: bool = False,
+        max_length: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer ≥ 1, not {value!r}")
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads={num_heads}, not {embed_dim}")
+        if add_bias_kv or add_zero_attn:
+            raise ValueError("add_bias_kv and add_zero_attn are not supported: they must be False")
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.batch_first = batch_first
+        # nn.TransformerEncoderLayer would read True here as leave to run its own full attention on our weights
+        self._qkv_same_embed_dim = False
+        self._make_projections(bias, {"device": device, "dtype": dtype})
+        # what is left at its default does not contradict a spec that sets it
+        given = {"causal": causal or None, "max_length": max_length, "dropout": dropout or None}
+        options.update({name: value for name, value in given.items() if value is not None})
+        self.attention = make_attention(attention, num_heads=num_heads, head_dim=self.head_dim, **options).to(
+            device=device, dtype=dtype
+        )
+
+    def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
+        e, together = self.embed_dim, self.kdim == self.vdim == self.embed_dim
+        shapes = {
+            "in_proj_weight": (3 * e, e) if together else None,
+            "q_proj_weight": None if together else (e, e),
+            "k_proj_weight": None if together else (e, self.kdim),
+            "v_proj_weight": None if together else (e, self.vdim),
+            "in_proj_bias": (3 * e,) if bias else None,
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
+        self.out_proj = nn.Linear(e, e, bias=bias, **factory)
+        for name, shape in shapes.items():  # torch's initialisation
+            if shape is not None and name != "in_proj_bias":
+                nn.init.xavier_uniform_(getattr(self, name))
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        self._check_tokens(query, key, value)
+        batched = query.dim() == 3
+        tokens = [x if batched else x[None] if self.batch_first else x[:, None] for x in (query, key, value)]
+        if not self.batch_first:  # one transposed tensor for one object: `together` looks at identity
+            turned = {id(x): x.transpose(0, 1) for x in tokens} if batched else {}
+            tokens = [turned.get(id(x), x.transpose(0, 1)) for x in tokens]
+        elif not batched and query is key and key is value:
+            tokens = [tokens[0]] * 3
+        key_mask = self._key_mask(key_padding_mask, tokens[1])
+        seen = self._attn_mask(attn_mask, is_causal, tokens[0].shape[1], tokens[1].shape[1])
+        project = Projections(self)
+        extra: dict[str, Any] = {} if seen is None else {"seen": seen}
+        mixed = self.attention.attend_tokens(*tokens, project, key_mask, **extra)  # (B, n, E)
+        out = self.out_proj(mixed)
+        weights = self._weights(tokens, project, key_mask, extra, average_attn_weights) if need_weights else None
+        out = out if self.batch_first else out.transpose(0, 1)
+        if not batched:
+            out = out.squeeze(0 if self.batch_first else 1)
+            weights = None if weights is None else weights[0]
+        return out, weights
+
+    def _weights(self, tokens, project, key_mask, extra, average: bool) -> Tensor:
+        if tokens[1].shape[1] > QUADRATIC and self.attention.name != "full":
+            warnings.warn(
+                f"need_weights=True makes a matrix of {tokens[0].shape[1]} × {tokens[1].shape[1]} weights: "
+                "quadratic cost; pass need_weights=False",
+                stacklevel=3,
+            )
+        weights = self.attention.token_weights(tokens[0], tokens[1], project, key_mask, **extra)  # (B, H, n, m)
+        return weights.mean(1) if average else weights
+
+    def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if x.dim() not in (2, 3) or x.dim() != query.dim():
+                raise ValueError(f"{name} must have 3 dimensions, or all of them 2 (no batch), not {tuple(x.shape)}")
+            if x.shape[-1] != width:
+                raise ValueError(f"{name} must have width {width}, not {x.shape[-1]}")
+
+    def _key_mask(self, padding: Tensor | None, key: Tensor) -> Tensor | None:
+        """torch's key_padding_mask (True or -inf = padding) as our key_mask (True = a real token)."""
+        if padding is None:
+            return None
+        if padding.is_floating_point():
+            if not bool(((padding == 0) | (padding == -torch.inf)).all()):
+                raise ValueError(
+                    "key_padding_mask: a float mask may hold 0 and -inf only; other biases are not supported"
+                )
+            padding = padding == -torch.inf
+        elif padding.dtype != torch.bool:
+            raise TypeError(f"key_padding_mask must be bool (True = padding) or float, not {padding.dtype}")
+        padding = padding[None] if padding.dim() == 1 else padding
+        if padding.shape != key.shape[:2]:
+            raise ValueError(f"key_padding_mask must have shape {tuple(key.shape[:2])}, not {tuple(padding.shape)}")
+        return ~padding
+
+    def _attn_mask(self, mask: Tensor | None, is_causal: bool, n: int, m: int) -> Tensor | None:
+        """None where the mechanism already honours the mask; else what full attention may see, bool."""
+        causal = self.attention.options.causal
+        if is_causal and not causal:
+            raise ValueError("is_causal=True: make the layer with causal=True")
+        if mask is None or is_causal:  # torch: with is_causal the mask is a hint that says the same
+            return None
+        if mask.is_floating_point() and not bool(((mask == 0) | (mask == -torch.inf)).all()):
+            raise ValueError("attn_mask: a float mask may hold 0 and -inf only; other biases are not supported")
+        seen = ~mask if mask.dtype == torch.bool else mask == 0  # torch: True = may not attend
+        if seen.dim() == 2 and seen.shape == (n, m) and causal and bool((seen == torch.ones_like(seen).tril()).all()):
+            return None
+        if self.attention.name != "full":
+            raise ValueError(
+                f"attn_mask: {self.attention.name} attends by its own support; only the causal mask of a causal "
+                "layer is accepted (attention='full' takes any mask, attention='pattern' your own sets)"
+            )
+        if seen.shape[-2:] != (n, m) or seen.dim() not in (2, 3):
+            raise ValueError(f"attn_mask must have shape {(n, m)} or (B·H, {n}, {m}), not {tuple(mask.shape)}")
+        return seen if seen.dim() == 2 else seen.unflatten(0, (-1, self.num_heads))  # (n, m) or (B, H, n, m)
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"

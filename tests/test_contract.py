@@ -1,0 +1,47 @@
+"""Every registered mechanism passes every check of the contract."""
+
+import pytest
+import torch
+
+import subquad
+from subquad.testing import CHECKS, Case, cases, run_check
+
+
+def window_and_relay(n):
+    """The user's own sets for the mechanism `pattern`."""
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    return ((i - j).abs() <= 2) | (j == 0)
+
+
+VARIANTS = {
+    "full": [{}, {"map": "entmax"}, {"map": "topk", "topk": 3}, {"map": "entmax", "alpha": "learn"}],
+    "strided": [
+        {},
+        {"w": 4, "heads": "union"},
+        {"w": 4, "heads": "multihead"},
+        {"layer_index": 1, "map": "sparselin-gen"},
+    ],
+    "fixed": [{}, {"w": 5, "layer_index": 1}, {"w": 5, "heads": "union", "close": True}],
+    "star": [{}, {"w": 2, "relay": "first"}],
+    "random": [{}, {"density": 0.5, "seed": 3}],
+    "longformer": [{"window": 7}, {"window": 8, "global_tokens": 3}],
+    "bigbird": [{}, {"block": 4, "random_blocks": 2, "global_blocks": 1}],
+    "logsparse": [{}],
+    "axial": [{}, {"cols": 5, "heads": "multihead"}],
+    "pattern": [{"sets": window_and_relay}],
+}
+
+
+def all_cases():
+    for name in subquad.available():
+        for options in VARIANTS.get(name, [{}]):
+            text = ",".join(f"{k}={v}" for k, v in options.items() if not callable(v))
+            for case in cases(name, **options):
+                for check in CHECKS:
+                    label = f"{name}:{text}{'-causal' if case.causal else ''}-{check}"
+                    yield pytest.param(check, case, id=label)
+
+
+@pytest.mark.parametrize(("check", "case"), list(all_cases()))
+def test_contract(check: str, case: Case):
+    assert run_check(check, case) is None
