@@ -29,6 +29,11 @@ VARIANTS = {
     "logsparse": [{}],
     "axial": [{}, {"cols": 5, "heads": "multihead"}],
     "pattern": [{"sets": window_and_relay}],
+    "composite-slice": [
+        {},
+        {"slice_length": 8, "extension": 2.0, "positions": "ms-vipe", "max_length": 16384},
+        {"slice_length": 8, "levels": 3, "composition": "global-local", "pool": "linear", "share_weights": False},
+    ],
 }
 
 

@@ -1,0 +1,343 @@
+"""Composite Slice attention (Lee et al. 2023): attention inside slices, then attention between slices.
+
+Tokens X (n, D) are cut into slices S of L tokens; W are the layer's own projections, P the positions:
+
+    Y_l = softmax((S + P_l)W_q · ((S_ext + P_l)W_k)ᵀ) S_ext W_v    eqs. 8, 13: a token to its extended slice
+    Z_t = Σ_l m_tl Y_tl / Σ_l m_tl                                 the mean of the real tokens of a slice
+    Y_g = softmax((Z + P_g)W_q · ((Z + P_g)W_k)ᵀ) Z W_v            eqs. 9, 14: a slice to every slice
+    Y_i = Y_l,i + Y_g,t(i)                                         eq. 10, then the output projection
+
+Heads are concatenated before the mean. Cost n·α·L + n²/L².
+
+The choices made:
+- S_ext (eqs. 11, 12) reaches r = (α-1)L/2 tokens beyond both ends of the slice, causal beyond the left one;
+  what lies outside the sequence does not exist. P_l has αL rows: the slice is its middle L, or last L.
+- Causal: slice t is given what a causal global attention gives to slice t-1. That is the paper's scheme, the
+  query of slice t-1 and keys strictly before t; slice 0 is given nothing.
+- A slice of padding alone is no key; where it asks, it asks with Z = 0.
+- `parallel` pools the tokens instead of Y_l; `global-local` then also feeds X + Y_g to the local attention.
+- `local=mlp` is Y_l = W_2 gelu(W_1 S W_v) over the L places of a slice, one for all channels, with no bias
+  (padding is 0); causal, unit h reads the places up to ⌊hL/hidden⌋ and writes to those from there on.
+- `pool=linear` is Σ_l m_l w_l Y_l / Σ_l m_l with learned w, 1 at first: the mean.
+- `levels=3`: slices of slices, the same composition once more in place of the global attention, and so on.
+- `share_weights=False` gives each coarser scale its own W, with no bias, as eq. 9 is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.attention.base import Attention, Capabilities
+from subquad.attention.composite_slice_definition import Definition
+from subquad.attention.options import Options, option
+from subquad.kernels.merge import merge_attention
+from subquad.kernels.slices import add_by_slice, local_plan, slices
+from subquad.layers import Projections
+from subquad.positions import MultiScalePositions
+
+Tokens = tuple[Tensor, Tensor, Tensor]  # what queries, keys and values are projected from, (B, n, E) each
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceOptions(Options):
+    slice_length: int = option(32, "tokens of a slice, L", ge=1)
+    extension: float = option(1.0, "α: keys reach (α-1)L/2 beyond the slice, a whole number", ge=1, le=3)
+    positions: Literal["none", "ms-vipe"] = option(
+        "none", "positions inside the layer; ms-vipe needs max_length"
+    )
+    interpolate: bool = option(
+        False, "positions=ms-vipe: stretch the global ones beyond max_length, not raise"
+    )
+    composition: Literal["local-global", "parallel", "global-local"] = option(
+        "local-global", "order of the scales"
+    )
+    local: Literal["attention", "mlp"] = option("attention", "what mixes the tokens of a slice")
+    hidden: int | None = option(None, "local=mlp: hidden units; None = slice_length", ge=1)
+    pool: Literal["mean", "max", "linear"] = option("mean", "how a slice becomes one embedding")
+    share_weights: bool = option(True, "all scales use the layer's projections")
+    levels: int = option(2, "scales: 2 = tokens and slices, 3 = slices of slices, …", ge=2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length, alpha = self.slice_length, self.extension
+        if abs((alpha - 1) * length / 2 - self.reach) > 1e-6:
+            raise ValueError(
+                f"extension must make (α-1)·slice_length/2 whole, not {alpha} with slice_length={length}"
+            )
+        if self.positions == "ms-vipe" and self.max_length is None:
+            raise ValueError("max_length is needed with positions=ms-vipe: an integer ≥ 1")
+        if self.interpolate and self.positions == "none":
+            raise ValueError("interpolate=True needs positions=ms-vipe, not none")
+        if self.local == "attention" and self.hidden is not None:
+            raise ValueError(f"hidden={self.hidden} needs local=mlp, not attention")
+        if self.local == "mlp" and self.reach:
+            raise ValueError(f"extension must be 1 with local=mlp, not {alpha}")
+        if self.causal and self.hidden is not None and self.hidden < length:
+            raise ValueError(f"hidden must be ≥ slice_length={length} when causal, not {self.hidden}")
+
+    @property
+    def reach(self) -> int:
+        return round((self.extension - 1) * self.slice_length / 2)
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+class SliceMLP(nn.Module):
+    """Two layers that mix the L places of a slice, dropout on the units; causal by masks on the weights."""
+
+    def __init__(self, length: int, hidden: int, causal: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(length, hidden, bias=False)
+        self.second = nn.Linear(hidden, length, bias=False)
+        place, turn = torch.arange(length), torch.arange(hidden) * length // hidden
+        self.register_buffer("unread", (place > turn[:, None]) & causal, persistent=False)  # (hidden, L)
+        self.register_buffer("unsaid", (turn > place[:, None]) & causal, persistent=False)  # (L, hidden)
+
+    def forward(self, v: Tensor, drop: float) -> Tensor:  # slices (B·m, L, E)
+        first = self.first.weight.masked_fill(self.unread, 0)
+        second = self.second.weight.masked_fill(self.unsaid, 0)
+        units = F.gelu(first.expand(len(v), -1, -1).bmm(v))  # (B·m, hidden, E)
+        return second.expand(len(v), -1, -1).bmm(F.dropout(units, drop))
+
+
+class OwnWeights(nn.Module):
+    """Input projections of a coarser scale, in the form that `Projections` reads."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.embed_dim = num_heads, head_dim, num_heads * head_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * self.embed_dim, self.embed_dim))
+        self.in_proj_bias = None
+        nn.init.xavier_uniform_(self.in_proj_weight)
+
+
+def _each(change: Callable[[Tensor], Tensor], tokens: Tokens) -> Tokens:
+    """`change` on the three token tensors, once where they are one: then they stay one matrix product."""
+    query, key, value = tokens
+    q = change(query)
+    k = q if key is query else change(key)
+    v = q if value is query else k if value is key else change(value)
+    return q, k, v
+
+
+class CompositeSlice(Attention):
+    """Composite Slice attention; see the module docstring."""
+
+    Options = SliceOptions
+    capabilities = Capabilities(level="layer")
+    family = "multi-scale"
+    paper = "Lee et al. 2023"
+    cost = "n·α·L + n²/L²"
+    exponent = 4 / 3  # with L near (2n/α)^(1/3); a fixed L is linear until n ≈ L³
+
+    def __init__(self, options: SliceOptions) -> None:
+        super().__init__(options)
+        o, coarser = options, range(options.levels - 1)
+        own = () if o.share_weights else (OwnWeights(o.num_heads, o.head_dim) for _ in coarser)
+        self.own = nn.ModuleList(own)
+        mlps = (SliceMLP(o.slice_length, o.hidden or o.slice_length, o.causal) for _ in coarser)
+        self.mlps = nn.ModuleList(mlps if o.local == "mlp" else ())
+        weights = (nn.Parameter(torch.ones(o.slice_length)) for _ in coarser)
+        self.pools = nn.ParameterList(weights if o.pool == "linear" else ())
+        self.positions = None if o.positions == "none" else self._make_positions()
+
+    def _make_positions(self) -> MultiScalePositions:
+        o = self.options
+        local = 0 if o.local == "mlp" else o.slice_length + 2 * o.reach
+        slices = -(-o.max_length // o.slice_length ** (o.levels - 1))
+        return MultiScalePositions(
+            o.width, local=local, slices=slices, scales=o.levels, interpolate=o.interpolate
+        )
+
+    def share_positions(self, other: CompositeSlice) -> None:
+        """Use the positions of another layer: MS-VIPE is one for a whole model."""
+        if self.positions is None or getattr(other, "positions", None) is None:
+            raise ValueError("share_positions: both layers need positions=ms-vipe")
+        mine, theirs = ([p.shape for p in x.positions.parameters()] for x in (self, other))
+        if mine != theirs:
+            raise ValueError(f"share_positions: the tables have shapes {mine} here and {theirs} there")
+        self.positions = other.positions
+
+    def attend(self, q, k, v, key_mask):
+        raise TypeError(
+            f"{self.name} works on tokens and their projections, not on q, k, v: use "
+            f"subquad.MultiheadAttention(embed_dim, num_heads, attention={self.name!r})"
+        )
+
+    def token_weights(self, query, key, project, key_mask):
+        raise TypeError(
+            f"{self.name} has no single matrix of weights, it adds scales up: pass need_weights=False; "
+            "attention.weights(query, key, value, project) gives the weights of each scale"
+        )
+
+    # ---- the fast path ----
+
+    def attend_tokens(self, query, key, value, project, key_mask):
+        tokens = self._receive(query, key, value, key_mask)
+        return self._compose(tokens, project, key_mask, 0)
+
+    def _receive(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tokens:
+        """The tokens, checked; whatever stands in padded slots becomes 0."""
+        if not self.options.interpolate:
+            self._validate_lengths(query.shape[1], key.shape[1])
+        for name, x in (("key", key), ("value", value)):
+            if x.shape != query.shape:
+                raise ValueError(
+                    f"{self.name}: {name} must have the shape of query, {tuple(query.shape)}, not "
+                    f"{tuple(x.shape)}: pooled outputs go through the same projections"
+                )
+        self._validate_mask(key[:, None], key_mask)
+        if key_mask is None:
+            return query, key, value
+        padded = ~key_mask[..., None]  # (B, n, 1)
+        return _each(lambda x: x.masked_fill(padded, 0), (query, key, value))
+
+    def _compose(self, tokens: Tokens, project: Projections, real: Tensor | None, scale: int) -> Tensor:
+        """The scale and all coarser ones: tokens (B, n, E) → (B, n, E). `real` bool (B, n): which exist."""
+        order, size = self.options.composition, self.options.slice_length
+        if scale == self.options.levels - 1:
+            return self._attend(tokens, project, real, scale, tokens[0].shape[1], 0)
+        if order == "local-global":
+            fine = self._mix(tokens, project, real, scale)  # (B, n, E)
+            pooled = (self._pool(fine, real, scale),) * 3  # (B, m, E)
+            return add_by_slice(fine, self._coarser(pooled, project, real, scale), size)
+        pooled = _each(lambda x: self._pool(x, real, scale), tokens)
+        coarse = self._coarser(pooled, project, real, scale)  # (B, m, 1, E)
+        if order == "global-local":
+            tokens = _each(lambda x: add_by_slice(x, coarse, size), tokens)
+        return add_by_slice(self._mix(tokens, project, real, scale), coarse, size)
+
+    def _coarser(self, pooled: Tokens, project: Projections, real: Tensor | None, scale: int) -> Tensor:
+        """What the next scale gives to every slice, (B, m, 1, E); causal: what it gives to the one before."""
+        project = project if self.options.share_weights else Projections(self.own[scale])
+        if real is not None:
+            real = torch.cat([x.any(2) for x in slices(real, self.options.slice_length)], 1)  # (B, m)
+        if not self.options.causal:
+            return self._compose(pooled, project, real, scale + 1)[:, :, None]
+        batch, m, width = pooled[0].shape
+        if m == 1:
+            return pooled[0].new_zeros(batch, 1, 1, width)
+        earlier = _each(lambda x: x[:, :-1], pooled)
+        out = self._compose(earlier, project, None if real is None else real[:, :-1], scale + 1)
+        return F.pad(out, (0, 0, 1, 0))[:, :, None]
+
+    def _pool(self, x: Tensor, real: Tensor | None, scale: int) -> Tensor:
+        """(B, n, E) → slice embeddings (B, m, E), padding excluded, sums in float32 at least."""
+        kind, work, size = x.dtype, torch.promote_types(x.dtype, torch.float32), self.options.slice_length
+        views = list(slices(x, size))  # (B, c, l, E)
+        masks = [None] * len(views) if real is None else list(slices(real, size))  # (B, c, l)
+        weight = self.pools[scale].to(work) if self.options.pool == "linear" else None  # (L,)
+        pieces = []
+        for view, mask in zip(views, masks, strict=True):
+            if self.options.pool == "max":
+                pieces.append(_masked_max(view, mask))
+            elif mask is None and weight is None:
+                pieces.append(view.mean(2, dtype=work))
+            else:
+                share = (
+                    torch.ones_like(view[..., 0], dtype=work) if mask is None else mask.to(work)
+                )  # (B, c, l)
+                share = share / share.sum(2, keepdim=True).clamp(min=1)
+                share = share if weight is None else share * weight[: view.shape[2]]
+                pieces.append((share[:, :, None] @ view.to(work))[:, :, 0])
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).to(kind)
+
+    def _mix(self, tokens: Tokens, project: Projections, real: Tensor | None, scale: int) -> Tensor:
+        """Inside the slices: (B, n, E) → (B, n, E)."""
+        size = self.options.slice_length
+        if self.options.local == "attention":
+            return self._attend(tokens, project, real, scale, size, self.options.reach)
+        v = project.values(tokens[2]).transpose(1, 2).flatten(2)  # (B, n, E)
+        v = v if real is None else v.masked_fill(~real[..., None], 0)
+        batch, n, width = v.shape
+        whole = F.pad(v, (0, 0, 0, -n % size)).reshape(-1, size, width)  # (B·m, L, E)
+        return self.mlps[scale](whole, self.drop).view(batch, -1, width)[:, :n]
+
+    def _attend(
+        self, tokens: Tokens, project: Projections, real: Tensor | None, scale: int, size: int, reach: int
+    ):
+        """Attention inside slices of `size`; the coarsest scale is one slice."""
+        q, k, v = project.together(*tokens)  # (B, H, n, d)
+        n, keys, causal = q.shape[2], [k], self.options.causal
+        if self.positions is not None:
+            q, keys = self._place(q, k, project, self.positions(scale, n), size, reach)
+        blocks = local_plan(n, size, reach, causal=causal, placed=self.positions is not None)
+        valid = None if real is None else [real[:, None]] * len(keys)
+        s, drop = self.options.softmax_scale, self.drop
+        out = merge_attention(
+            q, keys, [v] * len(keys), blocks, scale=s, valid=valid, dropout=drop
+        )  # (B, H, n, d)
+        return out.transpose(1, 2).flatten(2)
+
+    def _place(self, q: Tensor, k: Tensor, project: Projections, table: Tensor, size: int, reach: int):
+        """(x + P)W = xW + PW: the projected positions are added to the projected tokens.
+
+        A key stands at another place of each extended slice it is in, so each neighbour sees keys of its own.
+        """
+        table = table[None, reach:] if self.options.causal else table[None]  # (1, reach + size [+ reach], E)
+        nowhere = torch.zeros_like(table[:, :1])  # takes out the bias, which xW already has
+        pq = project.queries(table[:, reach : reach + size]) - project.queries(nowhere)  # (1, H, size, d)
+        pk = project.keys(table) - project.keys(nowhere)  # (1, H, rows, d)
+        places = [pk[:, :, reach : reach + size]]
+        if reach:
+            places.append(
+                F.pad(pk[:, :, :reach], (0, 0, size - reach, 0))
+            )  # the last r tokens, from the right
+        if reach and not self.options.causal:
+            places.append(
+                F.pad(pk[:, :, reach + size :], (0, 0, 0, size - reach))
+            )  # the first r, from the left
+
+        def put(x: Tensor, place: Tensor) -> Tensor:
+            return add_by_slice(x.transpose(1, 2), place.transpose(1, 2)[:, None], size).transpose(1, 2)
+
+        return put(q, pq), [put(k, place) for place in places]
+
+    # ---- the definition ----
+
+    def dense_tokens(self, query, key, value, project, key_mask=None):
+        """The oracle, slice by slice from eqs. 8 to 14: what `attend_tokens` must equal."""
+        return self._define(query, key, value, project, key_mask, {})
+
+    @torch.no_grad()
+    def weights(self, query, key, value=None, project=None, *, key_mask=None):
+        """The weights of each scale from the definition, finest first: (B, H, n, n), (B, H, m, m), …
+
+        `project` is `subquad.layers.Projections(layer)`. Row t of a causal coarse scale is what slice t is
+        given, row 0 empty. An MLP has no weights: None stands in its place.
+        """
+        if project is None:
+            raise TypeError(f"{self.name}: weights takes query, key, value and project, not q and k")
+        o, found = self.options, {}
+        self._define(query, key, value, project, key_mask, found)
+        nothing = query.new_zeros(query.shape[0], o.num_heads, 1, 1)  # one slice, causal: no coarser scale
+        for scale in range(1, o.levels) if o.causal else ():
+            found[scale] = F.pad(found[scale], (0, 1, 1, 0)) if scale in found else nothing
+        return tuple(None if o.local == "mlp" and s < o.levels - 1 else found[s] for s in range(o.levels))
+
+    def _define(self, query, key, value, project, key_mask, found):
+        tokens = self._receive(query, key, value, key_mask)
+        real = torch.ones_like(query[..., 0], dtype=torch.bool) if key_mask is None else key_mask
+        return Definition(self, found).compose(tokens, project, real, 0)
+
+    def picture(self, n: int) -> Tensor:
+        o, i, j = self.options, torch.arange(n)[:, None], torch.arange(n)
+        first = i // o.slice_length * o.slice_length
+        near = (j >= first - o.reach) & (j < first + o.slice_length + o.reach)
+        return self.support(n) * torch.where(near, 1, 2)
+
+
+def _masked_max(x: Tensor, real: Tensor | None) -> Tensor:
+    """(B, c, l, E) → (B, c, E), 0 where nothing is real."""
+    if real is None:
+        return x.amax(2)
+    top = x.masked_fill(~real[..., None], -torch.inf).amax(2)
+    return top.masked_fill(~real.any(2)[..., None], 0)
