@@ -1,0 +1,5 @@
+"""`python -m subquad`: the same as the command `subquad`."""
+
+from subquad.cli import main
+
+main()

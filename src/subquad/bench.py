@@ -1,0 +1,359 @@
+"""Measurement: time against full attention in the same run, peak memory, floating-point operations.
+
+    for rows in measure(["longformer:window=128"], [8192], Setting(causal=True)): ...
+
+A mechanism on q, k, v is held against `F.scaled_dot_product_attention` with the same causal flag; one of
+level "layer" is measured as a `MultiheadAttention` layer and held against a full-attention layer.
+
+time      best of several rounds; in each, full attention and all mechanisms run one after the other, so that
+          a slow moment of the machine hits all of them
+memory    how far the resident memory of a fresh process rises during its first step of that size: output,
+          gradients, workspace and the making of index sets included, inputs not
+FLOPs     counted, not timed: 2 per multiply-add of the matrix products and of our kernels; the masked pairs
+          inside a block count too
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import subquad.kernels.flops  # noqa: F401  (teaches the counter our kernels)
+from subquad.attention.base import Attention
+from subquad.attention.options import split_spec
+from subquad.attention.registry import attention, mechanism
+from subquad.layers import MultiheadAttention
+
+FULL = "full"  # what everything is measured against
+LEAST = 0.05  # seconds of a round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all measurements of a run share."""
+
+    batch: int = 1
+    heads: int = 8
+    head_dim: int = 64
+    causal: bool = False
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be an integer ≥ 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One mechanism at one length: seconds and bytes of one step; `ratio` = seconds / full_seconds."""
+
+    spec: str
+    level: str  # "head": on q, k, v; "layer": with projections, against a full-attention layer
+    n: int
+    repeats: int
+    seconds: float
+    full_seconds: float
+    ratio: float
+    flops: int | None  # None = its kernels tell the counter nothing
+    full_flops: int | None
+    input_bytes: int
+    memory: int | None = None  # None = not measured yet
+    full_memory: int | None = None
+
+
+def for_length(spec: str, n: int, *, causal: bool | None = None, **options: Any) -> Attention:
+    """The mechanism of a spec for sequences of length n: `max_length` where it needs one and, where neither
+    the spec nor the caller says `causal`, bidirectional if it can.
+    """
+    name, texts = split_spec(spec)
+    able = mechanism(name).capabilities
+    if able.needs_max_length and "max_length" not in texts:
+        options["max_length"] = n
+    if causal is None and "causal" not in texts:
+        causal = not able.bidirectional
+    return attention(spec, **options) if causal is None else attention(spec, causal=causal, **options)
+
+
+# ---- one step ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """Something that runs once per call: forward without gradients, or forward and backward."""
+
+    spec: str
+    level: str
+    module: nn.Module
+    inputs: list[Tensor]
+    grad: Tensor | None  # of the output; None = forward only
+    flops: int | None = None
+    seconds: float = float("inf")
+    memory: int | None = None
+
+    def __call__(self) -> None:
+        if self.grad is None:
+            with torch.no_grad():
+                self._forward()
+            return
+        self.module.zero_grad(set_to_none=True)
+        for x in self.inputs:
+            x.grad = None
+        self._forward().backward(self.grad)
+
+    def _forward(self) -> Tensor:
+        if self.level == "layer":
+            return self.module(*self.inputs * 3, need_weights=False)[0]
+        return self.module(*self.inputs)
+
+    def count(self) -> None:
+        """The first call, under the counter."""
+        with FlopCounterMode(display=False) as counter:
+            self()
+        self.flops = counter.get_total_flops() or None
+
+    def clock(self) -> None:
+        """The best of the calls that fit into `LEAST` seconds: a single short call says little."""
+        first = last = time.perf_counter()
+        while last - first < LEAST:
+            self()
+            now = time.perf_counter()
+            self.seconds, last = min(self.seconds, now - last), now
+
+
+class _Full(nn.Module):
+    """torch's own attention, without anything around it."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+
+def make_inputs(level: str, n: int, setting: Setting) -> tuple[list[Tensor], Tensor | None]:
+    """Seeded q, k, v (B, H, n, d), or tokens (B, n, E); and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = (setting.batch, n, setting.heads * setting.head_dim)
+    shape = tokens if level == "layer" else (setting.batch, setting.heads, n, setting.head_dim)
+    inputs = [torch.randn(shape, generator=generator) for _ in range(1 if level == "layer" else 3)]
+    if not setting.backward:
+        return inputs, None
+    return [x.requires_grad_() for x in inputs], torch.randn(shape, generator=generator)
+
+
+def make_step(spec: str, level: str, n: int, setting: Setting, data: tuple[list[Tensor], Tensor | None]) -> Step:
+    """A mechanism ready to run on `data` of `make_inputs`; full attention on q, k, v is torch's function."""
+    heads, causal = setting.heads, setting.causal
+    if spec == FULL and level == "head":
+        return Step(spec, level, _Full(causal), *data)
+    chosen = for_length(spec, n, causal=causal, num_heads=heads, head_dim=setting.head_dim)
+    if level == "head":
+        return Step(spec, level, chosen.train(setting.backward), *data)
+    layer = MultiheadAttention(heads * setting.head_dim, heads, batch_first=True, causal=causal)
+    layer.attention = chosen
+    return Step(spec, level, layer.train(setting.backward), *data)
+
+
+def level_of(spec: str) -> str:
+    return mechanism(split_spec(spec)[0]).capabilities.level
+
+
+# ---- a run -------------------------------------------------------------------------------------------------
+
+
+def measure(
+    specs: Sequence[str],
+    lengths: Sequence[int],
+    setting: Setting,
+    *,
+    repeats: int = 3,
+    memory: bool = True,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Iterator[list[Row]]:
+    """All rows so far, after every round and every measurement of memory: what is yielded can be kept.
+
+    `tell` hears of each of the `steps(...)` steps before it runs. A spec that cannot be made is refused
+    before anything runs.
+    """
+    if not specs or not lengths or repeats < 1 or min(lengths) < 1:
+        raise ValueError(f"bench needs specs, lengths ≥ 1 and repeats ≥ 1, not {specs}, {lengths} and {repeats}")
+    for spec in specs:
+        for n in lengths:
+            for_length(spec, n, causal=setting.causal, num_heads=setting.heads, head_dim=setting.head_dim)
+    done: list[Row] = []
+    for n in lengths:
+        subjects = _subjects_at(n, specs, setting, tell)
+        for turn in range(repeats):
+            for subject in subjects:
+                tell(f"{subject.spec} at n = {n:,}, round {turn + 1}")
+                subject.clock()
+            yield done + _rows(subjects, n, turn + 1)
+        for subject in subjects if memory else ():
+            tell(f"{subject.spec} at n = {n:,}, memory")
+            subject.memory = peak_memory(subject.spec, subject.level, n, setting)
+            yield done + _rows(subjects, n, repeats)
+        done += _rows(subjects, n, repeats)
+
+
+def steps(specs: Sequence[str], lengths: Sequence[int], repeats: int, memory: bool = True) -> int:
+    """How many times `measure` will call `tell`."""
+    return len(lengths) * len(_subjects(specs)) * (1 + repeats + memory)
+
+
+def _subjects(specs: Sequence[str]) -> list[tuple[str, str]]:
+    """What runs in a round: full attention once per level, then the mechanisms."""
+    wanted = [(spec, level_of(spec)) for spec in dict.fromkeys(specs)]
+    return list(dict.fromkeys([(FULL, level) for _, level in wanted] + wanted))
+
+
+def _subjects_at(n: int, specs: Sequence[str], setting: Setting, tell: Callable[[str], None]) -> list[Step]:
+    """Made and called once, which warms them up and counts their operations; they share their inputs."""
+    pairs = _subjects(specs)
+    data = {level: make_inputs(level, n, setting) for level in {level for _, level in pairs}}
+    subjects = []
+    for spec, level in pairs:
+        tell(f"{spec} at n = {n:,}, first call")
+        try:
+            subjects.append(make_step(spec, level, n, setting, data[level]))
+            subjects[-1].count()
+        except Exception as error:  # whatever a mechanism raises: the user asked for it at this length
+            raise ValueError(f"{spec} cannot run at n = {n}: {error}") from error
+    return subjects
+
+
+def _rows(subjects: Sequence[Step], n: int, repeats: int) -> list[Row]:
+    full = {subject.level: subject for subject in subjects if subject.spec == FULL}
+    return [
+        Row(
+            spec=subject.spec,
+            level=subject.level,
+            n=n,
+            repeats=repeats,
+            seconds=subject.seconds,
+            full_seconds=full[subject.level].seconds,
+            ratio=subject.seconds / full[subject.level].seconds,
+            flops=subject.flops,
+            full_flops=full[subject.level].flops,
+            input_bytes=_input_bytes(subject),
+            memory=subject.memory,
+            full_memory=full[subject.level].memory,
+        )
+        for subject in subjects
+    ]
+
+
+def _input_bytes(step: Step) -> int:
+    return sum(x.nbytes for x in [*step.inputs, step.grad] if x is not None)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+
+def peak_memory(spec: str, level: str, n: int, setting: Setting) -> int:
+    """Bytes by which a fresh process grows during one step, at its peak."""
+    request = {
+        "spec": spec,
+        "level": level,
+        "n": n,
+        "setting": asdict(setting),
+        "threads": torch.get_num_threads(),
+    }
+    request["module"] = mechanism(split_spec(spec)[0]).__module__  # a mechanism of the user's registers itself there
+    paths = os.pathsep.join(filter(None, sys.path))
+    child = subprocess.run(
+        [sys.executable, "-m", "subquad.bench"],
+        input=json.dumps(request),
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or [f"the process ended with code {child.returncode}"])[-1]
+        raise ValueError(f"memory of {spec} at n = {n} could not be measured: {last}")
+    return int(child.stdout)
+
+
+def _child() -> None:
+    """The fresh process: a small step first, to load what is loaded once; then the step that counts."""
+    request = json.loads(sys.stdin.read())
+    __import__(request["module"])
+    torch.set_num_threads(request["threads"])
+    spec, level, n, setting = request["spec"], request["level"], request["n"], Setting(**request["setting"])
+    small = replace(setting, batch=1)
+    make_step(spec, level, min(n, 64), small, make_inputs(level, min(n, 64), small))()
+    step = make_step(spec, level, n, setting, make_inputs(level, n, setting))
+    gc.collect()
+    before = _reset_peak()
+    step()
+    print(max(0, _peak() - before))
+
+
+def _reset_peak() -> int:
+    """The resident bytes now, from which the peak is counted anew."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory that the allocator keeps would hide growth
+        Path("/proc/self/clear_refs").write_text("5")
+    except (
+        OSError,
+        AttributeError,
+    ):  # not Linux: the peak counts from the start of the process, a lower bound
+        pass
+    return _peak()
+
+
+def _peak() -> int:
+    """The highest resident bytes since the reset."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):
+        import resource  # not on Windows
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else 1024 * most
+
+
+# ---- keeping results ---------------------------------------------------------------------------------------
+
+
+def report(rows: Sequence[Row], setting: Setting) -> dict[str, Any]:
+    """Rows and the circumstances, ready for JSON."""
+    from subquad import __version__
+
+    machine = {"system": platform.system(), "machine": platform.machine(), "threads": torch.get_num_threads()}
+    versions = {"subquad": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    shared = {**asdict(setting), "dtype": "float32", "device": "cpu"}
+    return {
+        "versions": versions,
+        "machine": machine,
+        "setting": shared,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """JSON in one stroke: whoever reads `path`, at any moment, finds a whole file."""
+    draft = path.with_name(f".{path.name}.part")
+    draft.write_text(json.dumps(content, indent=2) + "\n")
+    draft.replace(path)
+
+
+if __name__ == "__main__":
+    _child()

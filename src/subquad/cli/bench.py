@@ -1,0 +1,152 @@
+"""`subquad bench SPEC…`: time against full attention, memory and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from subquad.cli.console import err, out
+
+if TYPE_CHECKING:
+    from subquad.bench import Row, Setting
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog="Example: subquad bench longformer fixed:w=90 --n 1024,4096,8192 --backward --json out.json")(
+        bench
+    )
+
+
+def parse_lengths(text: str) -> list[int]:
+    """`1024,4096` → [1024, 4096], ascending, each once."""
+    try:
+        lengths = sorted({int(piece) for piece in text.split(",")})
+    except ValueError:
+        raise typer.BadParameter(
+            f"lengths are integers ≥ 1 with commas between, such as 1024,4096, not {text!r}"
+        ) from None
+    if lengths[0] < 1:
+        raise typer.BadParameter(f"a length must be ≥ 1, not {lengths[0]}")
+    return lengths
+
+
+def bench(
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Mechanisms with their options.")],
+    n: Annotated[str, typer.Option("--n", help="Lengths, with commas between.")] = "1024,4096,8192",
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Forward and backward instead of forward alone.")
+    ] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal, against causal full attention.")] = False,
+    heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; the best time counts.")] = 3,
+    json: Annotated[Path | None, typer.Option("--json", help="Keep the results here, updated as they come.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Draw time and memory over the length here.")] = None,
+) -> None:
+    """Measure mechanisms against full attention in the same run, on the CPU in float32.
+
+    Mechanisms on q, k, v are held against torch's scaled_dot_product_attention with the same causal flag;
+    mechanisms of whole layers are measured with their projections, against a layer of full attention.
+    """
+    lengths = parse_lengths(n)
+    for path in (json, png):
+        _check_writable(path)
+    from subquad.bench import Setting
+
+    setting = Setting(batch=batch, heads=heads, head_dim=head_dim, causal=causal, backward=backward)
+    rows = _run(specs, lengths, setting, repeats, json)
+    console = out()
+    console.print(describe(setting), style="bold", soft_wrap=True)
+    console.print(table(rows))
+    for line in remarks(rows):
+        console.print(line, style="dim", soft_wrap=True)
+    if png is not None:
+        from subquad.plots import draw_bench, save
+
+        save(draw_bench(rows, title=describe(setting)), png)
+        console.print(f"plot: {png}", soft_wrap=True)
+    if json is not None:
+        console.print(f"results: {json}", soft_wrap=True)
+
+
+def _check_writable(path: Path | None) -> None:
+    """A run may take long: find out before it whether its results can be kept. Leaves no trace."""
+    if path is None:
+        return
+    new = not path.exists()
+    path.open("ab").close()
+    if new:
+        path.unlink()
+
+
+def _run(specs: Sequence[str], lengths: list[int], setting: Setting, repeats: int, json: Path | None) -> list[Row]:
+    from subquad.bench import measure, report, steps, write
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    console = err()
+    rows: list[Row] = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=steps(specs, lengths, repeats), completed=-1)
+        tell = lambda what: progress.update(task, description=what, advance=1)  # noqa: E731
+        for rows in measure(specs, lengths, setting, repeats=repeats, tell=tell):
+            if json is not None:
+                write(json, report(rows, setting))
+    return rows
+
+
+def describe(setting: Setting) -> str:
+    what = "forward + backward" if setting.backward else "forward"
+    way = "causal" if setting.causal else "bidirectional"
+    return f"{what}, {way}, batch {setting.batch}, {setting.heads} heads × {setting.head_dim}, float32, CPU"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One line per mechanism and length; full attention first, as the measure."""
+    result = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("n", "attention", "time", "against full", "memory", "FLOPs"):
+        result.add_column(title, justify="left" if title == "attention" else "right", no_wrap=title != "attention")
+    for last, row in zip([None, *rows], rows, strict=False):
+        if last is not None and last.n != row.n:
+            result.add_section()
+        name = f"{row.spec} (layer)" if row.level == "layer" else row.spec
+        length = f"{row.n:,}" if last is None or last.n != row.n else ""
+        result.add_row(length, name, seconds(row.seconds), against(row.ratio), size(row.memory), count(row.flops))
+    return result
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """What the columns mean."""
+    lines = ["memory: peak growth of a fresh process in one step, output and gradients included, inputs not"]
+    if any(row.level == "layer" for row in rows):
+        lines.append("(layer): a whole layer with its projections, held against a layer of full attention")
+    if any(row.flops is None for row in rows):
+        lines.append("FLOPs –: runs on kernels that the counter does not know")
+    return lines
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def against(ratio: float) -> str:
+    """Time over full attention's, in words."""
+    return f"{1 / ratio:.2f}× faster" if ratio < 0.995 else f"{ratio:.2f}× slower" if ratio > 1.005 else "1"
+
+
+def size(memory: int | None) -> str:
+    return "–" if memory is None else f"{memory / 2**20:,.0f} MiB"
+
+
+def count(flops: int | None) -> str:
+    if flops is None:
+        return "–"
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if flops >= factor:
+            return f"{flops / factor:.3g} {unit}"
+    return f"{flops:,}"

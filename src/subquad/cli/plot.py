@@ -1,0 +1,54 @@
+"""`subquad plot` and `subquad gallery`: pictures of who attends to whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from subquad.cli.console import out
+
+LONGEST = 4096  # a picture is an n × n matrix
+
+Spec = Annotated[str, typer.Argument(metavar="SPEC", help="A mechanism with its options, e.g. fixed:w=8.")]
+Causal = Annotated[
+    bool | None,
+    typer.Option("--causal/--bidirectional", help="Direction. [default: the spec's; else bidirectional if it can]"),
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog="Example: subquad plot longformer:window=8,global_tokens=2 --n 64 -o out.png")(plot)
+    app.command(epilog="Example: subquad gallery -o pictures")(gallery)
+
+
+def plot(
+    spec: Spec,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write: .png, .pdf or .svg.")],
+    n: Annotated[int, typer.Option("--n", min=1, max=LONGEST, help="Length of the sequence.")] = 64,
+    causal: Causal = None,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Draw effective weights on random q and k (seed 0).")
+    ] = False,
+) -> None:
+    """Draw who attends to whom, directly or through a summary, or with which weight."""
+    from subquad.bench import for_length
+    from subquad.plots import draw_support, draw_weights, save
+
+    attention = for_length(spec, n, causal=causal)
+    save((draw_weights if weights else draw_support)(attention, n, title=spec), output)
+    out().print(f"picture: {output}", soft_wrap=True)
+
+
+def gallery(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for gallery.png; made if missing.")] = Path(
+        "."
+    ),
+) -> None:
+    """Draw every mechanism, bidirectional and causal, on one sheet."""
+    from subquad.plots import draw_gallery, save
+
+    output.mkdir(parents=True, exist_ok=True)
+    save(draw_gallery(), output / "gallery.png")
+    out().print(f"gallery: {output / 'gallery.png'}", soft_wrap=True)

@@ -1,0 +1,186 @@
+"""Measurement: what rows hold, what is refused, what survives a kill. Never how fast anything is."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import subquad
+from subquad import bench
+from subquad.attention.base import Attention, Capabilities
+from subquad.bench import Setting, for_length, make_inputs, make_step, measure, peak_memory, report, steps, write
+
+SMALL = Setting(heads=2, head_dim=8)
+
+
+@pytest.fixture
+def layer_level():
+    """A mechanism that works on tokens, registered for one test."""
+
+    @subquad.register("on-tokens")
+    class OnTokens(Attention):
+        """The mean of all values."""
+
+        capabilities = Capabilities(causal=False, level="layer", needs_max_length=True)
+
+        def attend_tokens(self, query, key, value, project, key_mask):
+            mixed = project.values(value).mean(2, keepdim=True).expand(-1, -1, value.shape[1], -1)
+            return mixed.transpose(1, 2).flatten(2)
+
+    yield "on-tokens"
+    subquad.unregister("on-tokens")
+
+
+def last(rows):
+    return list(rows)[-1]
+
+
+def test_rows_hold_times_flops_and_ratios_against_full_attention():
+    rows = last(measure(["longformer:window=4", "fixed"], [8, 16], SMALL, repeats=2, memory=False))
+    assert [(row.n, row.spec) for row in rows] == [
+        (n, spec) for n in (8, 16) for spec in ("full", "longformer:window=4", "fixed")
+    ]
+    for row in rows:
+        assert row.seconds > 0 and row.repeats == 2 and row.level == "head" and row.memory is None
+        assert row.ratio == pytest.approx(row.seconds / row.full_seconds)
+    full = [row for row in rows if row.spec == "full"]
+    assert [row.ratio for row in full] == [1, 1]
+    assert [row.flops for row in full] == [4 * 2 * 8 * n * n for n in (8, 16)]
+    assert all(row.full_flops == full[i // 3].flops for i, row in enumerate(rows))
+
+
+def test_backward_runs_and_counts_more():
+    forward, both = (
+        last(measure(["longformer:window=4"], [16], Setting(heads=2, head_dim=8, backward=b), repeats=1, memory=False))
+        for b in (False, True)
+    )
+    assert both[1].flops > 2 * forward[1].flops
+    assert both[1].input_bytes == 4 * 4 * 2 * 8 * 16 and forward[1].input_bytes == 3 * 4 * 2 * 8 * 16
+
+
+def test_a_step_computes_what_the_mechanism_computes_and_leaves_fresh_gradients():
+    setting = Setting(heads=2, head_dim=8, backward=True, causal=True)
+    data = make_inputs("head", 16, setting)
+    step = make_step("fixed:w=4", "head", 16, setting, data)
+    step()
+    once = data[0][0].grad.clone()
+    step()
+    assert torch.equal(data[0][0].grad, once)  # not summed over calls
+    q, k, v = (x.detach().clone().requires_grad_() for x in data[0])
+    subquad.attention("fixed:w=4", num_heads=2, head_dim=8, causal=True)(q, k, v).backward(data[1])
+    assert torch.allclose(q.grad, once, atol=1e-6)
+
+
+def test_layers_are_held_against_a_layer_of_full_attention(layer_level):
+    rows = last(measure([layer_level, "fixed"], [8], SMALL, repeats=1, memory=False))
+    assert [(row.spec, row.level) for row in rows] == [
+        ("full", "layer"),
+        ("full", "head"),
+        ("on-tokens", "layer"),
+        ("fixed", "head"),
+    ]
+    by_name = {(row.spec, row.level): row for row in rows}
+    assert by_name["on-tokens", "layer"].full_seconds == by_name["full", "layer"].seconds
+    assert by_name["fixed", "head"].full_seconds == by_name["full", "head"].seconds
+    assert by_name["full", "layer"].flops > by_name["full", "head"].flops  # the projections count
+
+
+def test_every_step_is_told_and_rows_come_after_every_round():
+    told = []
+    snapshots = list(measure(["fixed"], [4, 8], SMALL, repeats=2, memory=False, tell=told.append))
+    assert len(told) == steps(["fixed"], [4, 8], repeats=2, memory=False)
+    assert [len(rows) for rows in snapshots] == [2, 2, 4, 4]
+    assert [rows[-1].repeats for rows in snapshots] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("specs", "lengths", "message"),
+    [
+        (["fixd"], [8], "did you mean fixed"),
+        (["pattern"], [8], "sets is needed"),
+        (["fixed:w=0"], [8], "w must be an integer ≥ 1"),
+        (["fixed"], [0], "lengths ≥ 1"),
+        ([], [8], "needs specs"),
+        (["fixed:max_length=4"], [4, 8], "fixed:max_length=4 cannot run at n = 8.*max_length=4"),
+    ],
+)
+def test_what_cannot_run_is_refused(specs, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        list(measure(specs, lengths, SMALL, repeats=1, memory=False))
+
+
+def test_impossible_directions_are_refused_before_anything_runs(layer_level):
+    told = []
+    causal = Setting(heads=2, head_dim=8, causal=True)
+    with pytest.raises(ValueError, match="causal=True is not supported"):
+        list(measure(["fixed", layer_level], [8], causal, tell=told.append))
+    assert not told
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="heads must be an integer ≥ 1, not 0"):
+        Setting(heads=0)
+
+
+def test_for_length_fills_in_what_the_spec_leaves_open(layer_level):
+    assert for_length(layer_level, 12).options.max_length == 12
+    assert for_length(f"{layer_level}:max_length=20", 12).options.max_length == 20
+    assert for_length("fixed", 12).options.causal is False
+    assert for_length("fixed:causal=true", 12).options.causal is True
+    assert for_length("fixed", 12, causal=True).options.causal is True
+    with pytest.raises(ValueError, match="causal is True in the spec and False"):
+        for_length("fixed:causal=true", 12, causal=False)
+
+
+def test_memory_is_what_the_step_needs():
+    n = 65536
+    setting = Setting(heads=1, head_dim=64)
+    output = 4 * 64 * n  # bytes
+    assert output <= peak_memory("longformer:window=8", "head", n, setting) < 6 * output
+
+
+def test_memory_that_cannot_be_measured_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"memory of fixed:max_length=4 at n = 8 could not be measured: .*max_length=4"
+    ):
+        peak_memory("fixed:max_length=4", "head", 8, SMALL)
+
+
+def test_a_peak_is_counted_from_the_reset():
+    before = bench._reset_peak()
+    block = torch.ones(2**22)  # 16 MiB
+    grown = bench._peak() - before
+    del block
+    assert grown >= 15 * 2**20
+    assert bench._reset_peak() < before + grown
+
+
+def test_reports_are_json_with_the_circumstances(tmp_path):
+    rows = last(measure(["fixed"], [8], SMALL, repeats=1, memory=False))
+    write(tmp_path / "out.json", report(rows, SMALL))
+    kept = json.loads((tmp_path / "out.json").read_text())
+    assert set(kept) == {"versions", "machine", "setting", "rows"}
+    assert kept["setting"]["heads"] == 2 and kept["machine"]["threads"] == torch.get_num_threads()
+    assert [bench.Row(**row) for row in kept["rows"]] == rows
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # no draft is left
+
+
+def test_results_survive_a_kill(tmp_path):
+    kept = tmp_path / "out.json"
+    command = [sys.executable, "-m", "subquad", "bench", "fixed", "--n", "8,64", "--repeats", "1000000"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.Popen([*command, "--json", str(kept)], env=env, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            if kept.exists() or run.poll() is not None:
+                break
+            time.sleep(0.1)
+    finally:
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    assert [row["spec"] for row in json.loads(kept.read_text())["rows"]] == ["full", "fixed"]

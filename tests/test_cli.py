@@ -1,0 +1,246 @@
+"""The command: what it prints, what it writes, and how it refuses."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+import subquad
+from subquad import bench as measurement
+from subquad.attention.base import Attention
+from subquad.cli import app, study
+from subquad.cli.bench import against, count, parse_lengths, seconds
+from subquad.cli.terminal import coarse, draw
+from subquad.plots import COLOURS
+
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs a command line in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    return lambda line: CliRunner().invoke(app, line.split())
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Memory without fresh processes."""
+    monkeypatch.setattr(measurement, "peak_memory", lambda spec, level, n, setting: 2**20 * n)
+
+
+# ---- list and show -----------------------------------------------------------------------------------------
+
+
+def test_list_names_every_mechanism(run):
+    result = run("list")
+    assert result.exit_code == 0
+    assert all(any(line.startswith(name) for line in result.stdout.splitlines()) for name in subquad.available())
+    assert "Vaswani et al. 2017" in result.stdout and "✓" in result.stdout and "n²" in result.stdout
+
+
+def test_list_as_json(run):
+    entries = json.loads(run("list --json").stdout)
+    assert [entry["name"] for entry in entries] == list(subquad.available())
+    keys = {"name", "family", "causal", "bidirectional", "level", "cost", "paper"}
+    assert all(set(entry) == keys and entry["cost"] and entry["paper"] for entry in entries)
+
+
+def test_show_explains_and_draws(run):
+    result = run("show fixed:w=4 --n 8 --causal")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "Child et al.",
+        "length of a segment",
+        "an integer ≥ 1 or None",
+        "cost: n·√n",
+        "exponent: ",
+        "█ direct",
+    ):
+        assert words in result.stdout
+    assert "20 of 36 connections, sparsity 44.4%" in result.stdout
+    assert "\n████····\n····█···\n" in result.stdout
+
+
+def test_show_draws_heads_that_differ(run):
+    result = run("show fixed:w=4,heads=multihead --n 8")
+    assert "heads 0–3" in result.stdout and "heads 4–7" in result.stdout
+    assert "at n = 8, heads 4–7: 22 of 64 connections" in result.stdout
+
+
+def test_show_prints_a_report_of_costs(run):
+    @subquad.register("costly")
+    class Costly(Attention):
+        """Costs."""
+
+        def cost_report(self, n):
+            return {"terms per query": 3 * n, "exponent": 1.5}
+
+        def picture(self, n):
+            return 1 + torch.ones(n, n).triu(1).int()
+
+    try:
+        result = run("show costly --n 1000")
+    finally:
+        subquad.unregister("costly")
+    assert "exponent: 1.5\n" in result.stdout and "terms per query: 3,000\n" in result.stdout
+    assert "(500,500 direct, 499,500 through summaries)" in result.stdout
+    assert "(9 × 9 tokens per cell)" in result.stdout and "░ through a summary" in result.stdout
+
+
+def test_show_explains_what_cannot_do_without_options(run):
+    result = run("show pattern")
+    assert result.exit_code == 2 and "sets is needed" in result.stderr
+    assert "A pattern of your own" in result.stdout and "lists of key positions" in result.stdout
+
+
+def test_show_into_a_file(run, tmp_path):
+    result = run("show star --n 16 --png star.png")
+    assert "picture: star.png" in result.stdout and "█" not in result.stdout
+    assert (tmp_path / "star.png").read_bytes().startswith(PNG)
+
+
+def test_pictures_in_the_terminal_have_two_rows_per_line():
+    picture = torch.tensor([[1, 2, 0], [0, 1, 1], [2, 2, 1]])
+    text = draw(picture, Console(force_terminal=True, color_system="truecolor", width=40, no_color=False))
+    assert text.plain == "▀▀▀\n▀▀▀"
+    styles = [(span.style.color.name, span.style.bgcolor and span.style.bgcolor.name) for span in text.spans]
+    absent, direct, summary = COLOURS
+    assert styles[:3] == [(direct, absent), (summary, direct), (absent, direct)]
+    assert styles[3:] == [(summary, None), (summary, None), (direct, None)]
+
+
+def test_a_coarse_picture_keeps_the_strongest_thing():
+    picture = torch.zeros(5, 5, dtype=torch.int)
+    picture[0, 1], picture[1, 0], picture[4, 4] = 1, 2, 2
+    assert coarse(picture, 3) == ([[1, 0, 0], [0, 0, 0], [0, 0, 2]], 2)
+    assert coarse(picture, 5) == (picture.tolist(), 1)
+
+
+# ---- plot and gallery --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ["", " --causal", " --weights", " --causal --weights"])
+def test_plot_writes_a_picture(run, tmp_path, options):
+    result = run("plot longformer:window=4,num_heads=2,head_dim=4 --n 12 -o out.png" + options)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out.png").read_bytes().startswith(PNG)
+
+
+def test_gallery_makes_its_directory(run, tmp_path):
+    result = run("gallery -o some/where")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "some/where/gallery.png").stat().st_size > 10_000
+
+
+# ---- bench -------------------------------------------------------------------------------------------------
+
+TINY = " --heads 2 --head-dim 4 --repeats 1"
+
+
+def test_bench_prints_a_table_and_keeps_json_and_plot(run, quick, tmp_path):
+    result = run("bench fixed longformer:window=4 --n 8,4 --causal --backward --json b.json --png b.png" + TINY)
+    assert result.exit_code == 0, result.output
+    assert "forward + backward, causal, batch 1, 2 heads × 4" in result.stdout
+    assert "longformer:window=4" in result.stdout and "8 MiB" in result.stdout
+    kept = json.loads((tmp_path / "b.json").read_text())
+    assert [(row["n"], row["spec"]) for row in kept["rows"]] == [
+        (n, spec) for n in (4, 8) for spec in ("full", "fixed", "longformer:window=4")
+    ]
+    assert all(row["ratio"] > 0 and row["memory"] == 2**20 * row["n"] for row in kept["rows"])
+    assert kept["setting"]["causal"] and kept["setting"]["backward"]
+    assert (tmp_path / "b.png").read_bytes().startswith(PNG)
+
+
+def test_numbers_are_written_for_people():
+    assert parse_lengths("8192, 1024,1024") == [1024, 8192]
+    assert [seconds(2.0), seconds(0.0125)] == ["2 s", "12.5 ms"]
+    assert [against(0.1), against(2), against(1.0)] == ["10.00× faster", "2.00× slower", "1"]
+    assert [count(None), count(12), count(2_500_000), count(3 * 10**12)] == ["–", "12", "2.5 M", "3 T"]
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("show fixd", "unknown attention 'fixd'; did you mean fixed?"),
+        ("show fixed:ww=3", "fixed has no option 'ww'; did you mean w?"),
+        ("show fixed:w=0", "w must be an integer ≥ 1 or None, not 0"),
+        ("show fixed:w", "'w' is not of the form option=value"),
+        ("show fixed --n 0", "--n"),
+        ("show fixed --n 1000000", "--n"),
+        ("show", "SPEC"),
+        ("plot fixed", "--output"),
+        ("plot fixed -o nowhere/out.png", "nowhere/out.png: No such file or directory"),
+        ("plot fixed -o out.xyz", "xyz"),
+        ("plot pattern -o out.png", "sets is needed"),
+        ("plot fixed:causal=true --bidirectional -o out.png", "causal is True in the spec and False"),
+        ("gallery -o /proc/nowhere", "/proc/nowhere"),
+        ("bench", "SPEC"),
+        ("bench fixed --n 0", "a length must be ≥ 1, not 0"),
+        ("bench fixed --n 8,x", "lengths are integers ≥ 1"),
+        ("bench fixed --repeats 0", "--repeats"),
+        ("bench fixed --json nowhere/out.json", "nowhere/out.json: No such file or directory"),
+        ("bench fixed --png nowhere/out.png", "nowhere/out.png: No such file or directory"),
+        ("bench fixed:max_length=4 --n 8" + TINY, "fixed:max_length=4 cannot run at n = 8"),
+        ("bench fixed:num_heads=4 --n 8" + TINY, "num_heads is 4 in the spec and 2 as a keyword"),
+        ("lst", "list"),
+        ("--nonsense", "--nonsense"),
+        ("study nothing", "nothing"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(run, tmp_path, line, message):
+    result = run(line)
+    assert result.exit_code == 2
+    assert result.stdout == "" and len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert list(tmp_path.iterdir()) == []  # nothing half-made is left
+
+
+def test_a_traceback_can_be_asked_for(run):
+    result = run("--traceback show fixd")
+    assert isinstance(result.exception, ValueError) and result.exit_code == 1
+
+
+@pytest.mark.parametrize("command", ["", "list", "show", "plot", "gallery", "bench", "study"])
+def test_every_command_has_help_with_an_example(run, command):
+    result = run(f"{command} --help")
+    assert result.exit_code == 0
+    assert "Usage: " in result.stdout and ("Example: " in result.stdout or command == "study")
+
+
+def test_the_module_runs_and_imports_no_more_than_the_package():
+    code = f"""if True:
+        import sys; sys.path[:0] = {sys.path!r}; sys.argv[1:] = ["--version"]
+        import subquad, runpy, atexit
+        known = set(sys.modules)
+        heavy = lambda: [name for name in set(sys.modules) - known if name.startswith(("matplotlib", "subquad.bench"))]
+        atexit.register(lambda: print(heavy()))
+        runpy.run_module("subquad", run_name="__main__")
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, f"subquad {subquad.__version__}\n[]\n"), result.stderr
+
+
+# ---- studies -----------------------------------------------------------------------------------------------
+
+
+def test_studies_register_their_own_commands(run, monkeypatch):
+    def add_to(studies: typer.Typer) -> None:
+        @studies.command()
+        def speed(n: int = 3) -> None:
+            """How fast."""
+            print(f"measured {n}")
+
+    monkeypatch.setattr(study, "modules", lambda: [SimpleNamespace(add_to=add_to), SimpleNamespace()])
+    assert run("study speed --n 7").stdout == "measured 7\n"
+    assert "How fast." in run("study").stdout
