@@ -1,0 +1,199 @@
+"""`subquad analyze SPEC`: is this pattern a universal approximator? Assumptions 1 and 2, checked and counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from subquad.cli.console import err, out
+from subquad.cli.plot import Causal
+
+EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
+LONGEST = 8192  # hop sets are n² bits, masks n² bytes
+
+Sets = Annotated[
+    Path | None,
+    typer.Option("--sets", help="Your own sets instead of SPEC: a .json of n (or p × n) lists, or a .npy bool mask."),
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    example = "Example: subquad analyze strided --n 256 --w 16   (--w is an option of strided)"
+    app.command(context_settings=EXTRA, epilog=example)(analyze)
+
+
+def analyze(
+    context: typer.Context,
+    spec: Annotated[str | None, typer.Argument(metavar="SPEC", help="A mechanism with its options.")] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, max=LONGEST, help="Length. [default: 256]")] = None,
+    causal: Causal = None,
+    map: Annotated[
+        str | None, typer.Option("--map", help="Probability map: a name, or module:function of your own.")
+    ] = None,
+    sets: Sets = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the hop sets growing into this file.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="The table of all mechanisms.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="With --all: print the table in Markdown.")] = False,
+) -> None:
+    """Check the conditions under which a sparse Transformer is a universal approximator (Yun et al. 2020)."""
+    from subquad.theory.assumptions import check
+    from subquad.theory.counting import growth
+
+    spec, options = read_arguments(spec, context.args)
+    if as_markdown and not every:
+        raise typer.BadParameter("--markdown goes with --all")
+    if every:
+        if spec or options or sets or png or map:
+            raise typer.BadParameter("--all takes no SPEC, --sets, --map, --png or options of a mechanism")
+        return _all(n or 256, bool(causal), as_json, as_markdown)
+    rho, options = _map(map, options, sets)
+    source, title = source_of(spec, options, sets)
+    verdict = check(source, n if sets else n or 256, causal=causal, map=rho)
+    if png is not None:
+        from subquad.plots import save
+        from subquad.theory.picture import draw_hops
+
+        save(draw_hops(verdict, title), png)
+    exponent = None if sets or verdict.support.n < 8 else growth(source, verdict.support.n, causal=causal)
+    blocks = _blocks(verdict)
+    if as_json:
+        found = {"exponent": exponent, "blocks": blocks, **verdict.to_dict()}
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return None
+    _print(verdict, title, exponent, blocks)
+    if png is not None:
+        out().print(f"\npicture: {png}", soft_wrap=True)
+    return None
+
+
+def read_arguments(spec: str | None, extra: list[str]) -> tuple[str | None, dict[str, str]]:
+    """SPEC and the pairs `--option value` (or `--option=value`) that belong to the mechanism."""
+    words, options, names = [*([] if spec is None else [spec]), *extra], {}, []
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            names.append(word)
+            continue
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not words or words[0].startswith("--"):
+                raise typer.BadParameter(f"option {word} needs a value")
+            value = words.pop(0)
+        if key in options:
+            raise typer.BadParameter(f"option --{key} is given twice")
+        options[key.replace("-", "_")] = value
+    if len(names) > 1:
+        raise typer.BadParameter(f"one SPEC is expected, got {' and '.join(names)}")
+    return (names[0] if names else None), options
+
+
+def source_of(spec: str | None, options: dict[str, str], sets: Path | None) -> tuple[Any, str]:
+    """What to check and its title: a spec with its options written in, or the sets of a file."""
+    if (spec is None) == (sets is None):
+        raise typer.BadParameter("give either a SPEC, such as strided:w=16, or --sets FILE")
+    if sets is not None:
+        if options:
+            raise typer.BadParameter(f"--{next(iter(options))} is an option of a mechanism; --sets has none")
+        return _load(sets), sets.name
+    text = str(spec)
+    for key, value in options.items():
+        text += f"{',' if ':' in text else ':'}{key}={value}"
+    return text, text
+
+
+def _load(path: Path) -> Any:
+    if path.suffix == ".npy":
+        import numpy as np
+
+        return np.load(path)
+    with path.open() as file:
+        return json.load(file)
+
+
+def _map(name: str | None, options: dict[str, str], sets: Path | None) -> tuple[Any, dict[str, str]]:
+    """A map of the library is an option of the mechanism; for sets of your own it is made here."""
+    if name is None:
+        return None, options
+    if ":" in name:
+        return imported(name), options
+    if sets is None:
+        return None, {**options, "map": name}
+    from subquad.probability import probability_map
+
+    return probability_map(name, topk=8), options
+
+
+def imported(name: str) -> Any:
+    """`module:function`, from the working directory too."""
+    import sys
+    from importlib import import_module
+
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        return getattr(import_module(module), attribute)
+    except AttributeError:
+        raise typer.BadParameter(f"module {module} has no {attribute}") from None
+    finally:
+        sys.path.remove("")
+
+
+def _print(verdict: Any, title: str, exponent: float | None, blocks: dict[str, int] | None) -> None:
+    from subquad.theory.counting import connections, sparsity
+
+    s, console = verdict.support, out()
+    answer, style = {True: ("yes", "green"), False: ("no", "red"), None: ("not decided", "yellow")}[verdict.universal]
+    console.print(
+        Text.assemble((title, "bold"), f"  n = {s.n}", ", causal" if s.causal else "", ", universal: ", (answer, style))
+    )
+    for reason in verdict.reasons:
+        console.print(reason, soft_wrap=True)
+    if verdict.path.order is not None and not verdict.path.identity:
+        console.print(f"γ: {_abbreviated(verdict.path.order.tolist())}", soft_wrap=True)
+    counted = f"{connections(s):,} per layer, sparsity {sparsity(s):.2%}"
+    console.print(f"connections: {counted}" + ("" if exponent is None else f", growing like n^{exponent:.2f}"))
+    if blocks is not None:
+        shares = f"quantisation {blocks['quantisation']:,}, context {blocks['context']:,} (dense {blocks['dense']:,})"
+        console.print(f"blocks for d = 1, δ = 1/2 (section 4.1): {shares}, values n·2^n for both", soft_wrap=True)
+
+
+def _blocks(verdict: Any) -> dict[str, int] | None:
+    """What section 4.1 asks for at d = 1, δ = 1/2; a multihead layer holds all families, so it waits for none."""
+    from subquad.theory.counting import dense_blocks, sparse_blocks
+
+    s = verdict.support
+    if not verdict.assumption1:
+        return None
+    needed, dense = sparse_blocks(s.n, 1, "1/2", len(s.cycle), verdict.hops.steps), dense_blocks(s.n, 1, "1/2")
+    return {"quantisation": needed.quantisation, "context": needed.context, "dense": dense.context}
+
+
+def _abbreviated(order: list[int]) -> str:
+    shown = order if len(order) <= 24 else [*order[:12], "…", *order[-12:]]
+    return " → ".join(map(str, shown))
+
+
+def _all(n: int, causal: bool, as_json: bool, as_markdown: bool) -> None:
+    from subquad.theory.survey import HEADERS, markdown, survey
+
+    rows = []
+    with err().status("checking …") as status:
+        for row in survey(n, causal=causal):
+            rows.append(row)
+            status.update(f"{row.spec} checked")
+    if as_json:
+        entries = [{"spec": row.spec, **row.verdict.to_dict(), "exponent": row.exponent} for row in rows]
+        print(json.dumps(entries, indent=2, ensure_ascii=False))
+    elif as_markdown:
+        print(markdown(rows))
+    else:
+        table = Table(*HEADERS, box=None, header_style="bold", pad_edge=False)
+        for row in rows:
+            table.add_row(*row.cells())
+        out().print(table)
