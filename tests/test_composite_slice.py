@@ -52,9 +52,7 @@ ablation = pytest.mark.parametrize("name", ABLATIONS)
 def layer(causal: bool = False, heads: int = 2, width: int = 8, **options) -> MultiheadAttention:
     torch.manual_seed(0)
     options = {"slice_length": 8, **options}
-    made = MultiheadAttention(
-        width, heads, batch_first=True, attention="composite-slice", causal=causal, **options
-    )
+    made = MultiheadAttention(width, heads, batch_first=True, attention="composite-slice", causal=causal, **options)
     for name, p in made.named_parameters():  # biases, positions and pools away from their quiet start
         if p.dim() == 1 or "positions" in name:
             nn.init.normal_(p)
@@ -79,9 +77,7 @@ def same(m: MultiheadAttention, n: int, mask: torch.Tensor | None = None) -> Non
     for call in (m.attention.attend_tokens, m.attention.dense_tokens):
         out = call(x, x, x, Projections(m), mask)
         grads = torch.autograd.grad(out, targets, direction, allow_unused=True)
-        results.append(
-            [out, *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, targets, strict=True))]
-        )
+        results.append([out, *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, targets, strict=True))])
     for fast, slow in zip(*results, strict=True):
         assert (fast - slow).abs().max() <= 1e-9 * max(1.0, slow.abs().max().item())
 
@@ -127,9 +123,7 @@ def test_any_length_reach_and_mask(data):
     options |= data.draw(st.sampled_from([{}, VIPE]))
     options["composition"] = data.draw(st.sampled_from(["local-global", "parallel", "global-local"]))
     n = data.draw(st.integers(1, 40))
-    mask = torch.tensor(
-        data.draw(st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=2, max_size=2))
-    )
+    mask = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=2, max_size=2)))
     same(layer(data.draw(st.booleans()), **options), n, data.draw(st.sampled_from([None, mask])))
 
 
@@ -176,9 +170,7 @@ def test_queries_keys_and_values_of_different_tokens():
     q, k, v = (tokens(21, seed=s) for s in range(3))
     for composition in ("local-global", "parallel", "global-local"):
         m = layer(extension=2, composition=composition, **VIPE)
-        fast, slow = (
-            f(q, k, v, Projections(m), None) for f in (m.attention.attend_tokens, m.attention.dense_tokens)
-        )
+        fast, slow = (f(q, k, v, Projections(m), None) for f in (m.attention.attend_tokens, m.attention.dense_tokens))
         assert torch.allclose(fast, slow, atol=1e-12)
         assert not torch.allclose(fast, mixed(m, q))
 
@@ -262,9 +254,7 @@ def test_an_mlp_has_no_weights():
     local, coarse = m.attention.weights(x, x, x, Projections(m))
     assert local is None and coarse.shape == (2, 2, 3, 3)
     m = layer(True)
-    assert (
-        m.attention.weights(x[:, :5], x[:, :5], x[:, :5], Projections(m))[1].eq(torch.zeros(2, 2, 1, 1)).all()
-    )
+    assert m.attention.weights(x[:, :5], x[:, :5], x[:, :5], Projections(m))[1].eq(torch.zeros(2, 2, 1, 1)).all()
 
 
 @both
@@ -283,9 +273,7 @@ def test_picture_and_support(name, causal):
     assert ((picture == 1) == direct).all()
     x = tokens(n, batch=1).requires_grad_()
     out = mixed(m, x)
-    reached = torch.stack(
-        [torch.autograd.grad(out[0, i].sum(), x, retain_graph=True)[0][0].any(-1) for i in range(n)]
-    )
+    reached = torch.stack([torch.autograd.grad(out[0, i].sum(), x, retain_graph=True)[0][0].any(-1) for i in range(n)])
     assert (reached <= support).all()
     if o.pool != "max":
         assert (reached == support).all()
@@ -446,9 +434,7 @@ def test_wrong_tokens_are_refused():
 @given(n=st.integers(64, 1 << 20), extension=st.sampled_from([1.0, 2.0, 3.0]))
 def test_the_rule_for_the_slice_length_is_the_minimum(n, extension):
     best = best_slice_length(n, extension)
-    assert all(
-        slice_cost(n, best, extension) <= slice_cost(n, best * f, extension) for f in (0.8, 0.99, 1.01, 1.25)
-    )
+    assert all(slice_cost(n, best, extension) <= slice_cost(n, best * f, extension) for f in (0.8, 0.99, 1.01, 1.25))
 
 
 def test_slices_are_cheaper_than_linear_up_to_the_crossover():

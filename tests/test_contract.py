@@ -13,6 +13,16 @@ def window_and_relay(n):
     return ((i - j).abs() <= 2) | (j == 0)
 
 
+def eights(n):
+    """A plan of the user's own for `combiner-plan`: eight tokens directly, the others in groups of 64."""
+    spans = [range(a, min(a + 8, n)) for a in range(0, n, 8)]
+    return [spans[i // 8] for i in range(n)], [
+        [span for a, span in enumerate(spans) if a != i // 8 and a // 8 == i // 64]
+        + [range(b, min(b + 64, n)) for b in range(0, n, 64) if b // 64 != i // 64]
+        for i in range(n)
+    ]
+
+
 VARIANTS = {
     "full": [{}, {"map": "entmax"}, {"map": "topk", "topk": 3}, {"map": "entmax", "alpha": "learn"}],
     "strided": [
@@ -29,6 +39,9 @@ VARIANTS = {
     "logsparse": [{}],
     "axial": [{}, {"cols": 5, "heads": "multihead"}],
     "pattern": [{"sets": window_and_relay}],
+    "combiner-plan": [{"plan": eights}],
+    "combiner-axial": [{}, {"plan": "horizontal", "cols": 5}, {"plan": "rowmajor", "abstraction": "deepsets-mean"}],
+    "combiner-mixture": [{}, {"joint": True, "split": True}],
     "composite-slice": [
         {},
         {"slice_length": 8, "extension": 2.0, "positions": "ms-vipe", "max_length": 16384},
@@ -37,14 +50,25 @@ VARIANTS = {
 }
 
 
+SAME_FOR_EVERY_OPTION = {
+    "compiles",
+    "copies_and_seeds",
+    "no_state_between_calls",
+    "grows_as_declared",
+    "bad_input_is_refused",
+}
+
+
 def all_cases():
+    """Every check for every mechanism; for its further variants those that options can break."""
     for name in subquad.available():
-        for options in VARIANTS.get(name, [{}]):
+        for index, options in enumerate(VARIANTS.get(name, [{}])):
             text = ",".join(f"{k}={v}" for k, v in options.items() if not callable(v))
             for case in cases(name, **options):
                 for check in CHECKS:
-                    label = f"{name}:{text}{'-causal' if case.causal else ''}-{check}"
-                    yield pytest.param(check, case, id=label)
+                    if index == 0 or check not in SAME_FOR_EVERY_OPTION:
+                        label = f"{name}:{text}{'-causal' if case.causal else ''}-{check}"
+                        yield pytest.param(check, case, id=label)
 
 
 @pytest.mark.parametrize(("check", "case"), list(all_cases()))

@@ -36,9 +36,7 @@ def dense_attention(q, k, v, edges, *, scale, score_gate=None, weight_gate=None)
     return p @ v
 
 
-def case(
-    graphs="one", n=11, m=None, d=5, d_v=None, batch=2, heads=3, density=0.4, dtype=torch.float64, seed=0
-):
+def case(graphs="one", n=11, m=None, d=5, d_v=None, batch=2, heads=3, density=0.4, dtype=torch.float64, seed=0):
     """q, k, v, edges (row 0 empty), both gates, and the gradient of the output."""
     m, d_v = m or n, d_v or d
     random = torch.Generator().manual_seed(seed)
@@ -83,9 +81,7 @@ def test_equals_dense_softmax(graphs, gated, dtype, implementation):
     inputs = (q, k, v, *(gates if gated else ()))
     actual = with_gradients(attention_of(implementation, edges, gated), inputs, dout)
     assert_same(actual, with_gradients(attention_of(dense_attention, edges, gated), inputs, dout))
-    assert (
-        not actual[0][:, :, 0].any() and not actual[1][:, :, 0].any()
-    )  # the empty row: output and gradient 0
+    assert not actual[0][:, :, 0].any() and not actual[1][:, :, 0].any()  # the empty row: output and gradient 0
 
 
 @settings(max_examples=25, deadline=None)
@@ -151,9 +147,7 @@ def test_large_logits_stay_finite(dtype, implementation):
     actual = with_gradients(attention_of(implementation, edges, False), big, dout)
     assert all(x.isfinite().all() for x in actual)
     expected = with_gradients(attention_of(dense_attention, edges, False), big, dout)
-    torch.testing.assert_close(
-        actual[0], expected[0], rtol=0.0, atol=0.05 if dtype == torch.float32 else 1e-8
-    )
+    torch.testing.assert_close(actual[0], expected[0], rtol=0.0, atol=0.05 if dtype == torch.float32 else 1e-8)
 
 
 @pytest.mark.parametrize("implementation", [edge_attention, segment_attention])
@@ -230,6 +224,17 @@ def test_map_sees_heads_in_dimension_1(graphs):
         assert sum(s[2] * s[3] for s in shapes) < 2 * edges.num_edges
 
 
+@pytest.mark.parametrize("graphs", ["one", "heads", "all"])
+def test_map_without_some_edges(graphs):
+    *_, edges, (gate, _), _ = case(graphs, n=19, m=40)
+    allowed = torch.rand(gate.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    weights = edge_map(gate, edges, softmax, 3, allowed=allowed, buckets=edges.buckets)
+    mask = dense_edges(allowed.to(gate.dtype), edges, 2, 3).bool()
+    expected = dense_edges(gate, edges, 2, 3).masked_fill(~mask, -torch.inf).softmax(-1)
+    some = mask.any(-1, keepdim=True)  # what a map makes of a row with nothing left is its own affair
+    assert_same([dense_edges(weights, edges, 2, 3) * some], [expected.masked_fill(~some, 0.0)])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scores_and_sum_keep_the_dtype(dtype):
     q, k, v, edges, (gate, _), _ = case(dtype=torch.float32)
@@ -298,9 +303,7 @@ def test_nan_in_padding_is_harmless():
     actual = with_gradients(attention_of(edge_attention, edges.masked(key_mask, 3), False), inputs, dout)
     assert all(x.isfinite().all() for x in actual)
     zeros = q, *(x.detach().masked_fill(~real, 0.0).requires_grad_() for x in (k, v))
-    assert_same(
-        actual, with_gradients(attention_of(edge_attention, edges.masked(key_mask, 3), False), zeros, dout)
-    )
+    assert_same(actual, with_gradients(attention_of(edge_attention, edges.masked(key_mask, 3), False), zeros, dout))
 
 
 def test_copies_are_equal():

@@ -24,9 +24,7 @@ class MultiScalePositions(nn.Module):
     `local` is αL (0: local mixing without positions), `slices` the N/L^(scales-1) rows of the global one.
     """
 
-    def __init__(
-        self, width: int, *, local: int, slices: int, scales: int = 2, interpolate: bool = False
-    ) -> None:
+    def __init__(self, width: int, *, local: int, slices: int, scales: int = 2, interpolate: bool = False) -> None:
         super().__init__()
         self.local = nn.ParameterList(
             nn.Parameter(torch.empty(local, width)) for _ in range(scales - 1 if local else 0)

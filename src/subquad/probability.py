@@ -202,9 +202,7 @@ def probability_map(
 
 def _check_values(topk, lam, alpha, num_heads) -> None:
     for argument, value in (("topk", topk), ("num_heads", num_heads)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1
-        ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1):
             raise ValueError(f"{argument} is {value!r}; it must be an integer >= 1, or None")
     if isinstance(lam, bool) or not isinstance(lam, Real) or not 0 <= float(lam) < 1:
         raise ValueError(f"lam is {lam!r}; it must be a number with 0 <= lam < 1")
@@ -224,9 +222,7 @@ def _check_inputs(scores: Tensor, mask: Tensor | None) -> None:
         raise TypeError(f"mask is {mask.dtype}; it must be bool, True where attention is allowed")
     sizes = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
     if mask.dim() > scores.dim() or any(m != 1 and m != s for m, s in sizes):
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)}; it must broadcast to the scores' {tuple(scores.shape)}"
-        )
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must broadcast to the scores' {tuple(scores.shape)}")
 
 
 def _entmax(z: Tensor, beta: float | Tensor) -> Tensor:

@@ -48,15 +48,9 @@ Tokens = tuple[Tensor, Tensor, Tensor]  # what queries, keys and values are proj
 class SliceOptions(Options):
     slice_length: int = option(32, "tokens of a slice, L", ge=1)
     extension: float = option(1.0, "α: keys reach (α-1)L/2 beyond the slice, a whole number", ge=1, le=3)
-    positions: Literal["none", "ms-vipe"] = option(
-        "none", "positions inside the layer; ms-vipe needs max_length"
-    )
-    interpolate: bool = option(
-        False, "positions=ms-vipe: stretch the global ones beyond max_length, not raise"
-    )
-    composition: Literal["local-global", "parallel", "global-local"] = option(
-        "local-global", "order of the scales"
-    )
+    positions: Literal["none", "ms-vipe"] = option("none", "positions inside the layer; ms-vipe needs max_length")
+    interpolate: bool = option(False, "positions=ms-vipe: stretch the global ones beyond max_length, not raise")
+    composition: Literal["local-global", "parallel", "global-local"] = option("local-global", "order of the scales")
     local: Literal["attention", "mlp"] = option("attention", "what mixes the tokens of a slice")
     hidden: int | None = option(None, "local=mlp: hidden units; None = slice_length", ge=1)
     pool: Literal["mean", "max", "linear"] = option("mean", "how a slice becomes one embedding")
@@ -67,9 +61,7 @@ class SliceOptions(Options):
         super().__post_init__()
         length, alpha = self.slice_length, self.extension
         if abs((alpha - 1) * length / 2 - self.reach) > 1e-6:
-            raise ValueError(
-                f"extension must make (α-1)·slice_length/2 whole, not {alpha} with slice_length={length}"
-            )
+            raise ValueError(f"extension must make (α-1)·slice_length/2 whole, not {alpha} with slice_length={length}")
         if self.positions == "ms-vipe" and self.max_length is None:
             raise ValueError("max_length is needed with positions=ms-vipe: an integer ≥ 1")
         if self.interpolate and self.positions == "none":
@@ -153,9 +145,7 @@ class CompositeSlice(Attention):
         o = self.options
         local = 0 if o.local == "mlp" else o.slice_length + 2 * o.reach
         slices = -(-o.max_length // o.slice_length ** (o.levels - 1))
-        return MultiScalePositions(
-            o.width, local=local, slices=slices, scales=o.levels, interpolate=o.interpolate
-        )
+        return MultiScalePositions(o.width, local=local, slices=slices, scales=o.levels, interpolate=o.interpolate)
 
     def share_positions(self, other: CompositeSlice) -> None:
         """Use the positions of another layer: MS-VIPE is one for a whole model."""
@@ -242,9 +232,7 @@ class CompositeSlice(Attention):
             elif mask is None and weight is None:
                 pieces.append(view.mean(2, dtype=work))
             else:
-                share = (
-                    torch.ones_like(view[..., 0], dtype=work) if mask is None else mask.to(work)
-                )  # (B, c, l)
+                share = torch.ones_like(view[..., 0], dtype=work) if mask is None else mask.to(work)  # (B, c, l)
                 share = share / share.sum(2, keepdim=True).clamp(min=1)
                 share = share if weight is None else share * weight[: view.shape[2]]
                 pieces.append((share[:, :, None] @ view.to(work))[:, :, 0])
@@ -261,9 +249,7 @@ class CompositeSlice(Attention):
         whole = F.pad(v, (0, 0, 0, -n % size)).reshape(-1, size, width)  # (B·m, L, E)
         return self.mlps[scale](whole, self.drop).view(batch, -1, width)[:, :n]
 
-    def _attend(
-        self, tokens: Tokens, project: Projections, real: Tensor | None, scale: int, size: int, reach: int
-    ):
+    def _attend(self, tokens: Tokens, project: Projections, real: Tensor | None, scale: int, size: int, reach: int):
         """Attention inside slices of `size`; the coarsest scale is one slice."""
         q, k, v = project.together(*tokens)  # (B, H, n, d)
         n, keys, causal = q.shape[2], [k], self.options.causal
@@ -272,9 +258,7 @@ class CompositeSlice(Attention):
         blocks = local_plan(n, size, reach, causal=causal, placed=self.positions is not None)
         valid = None if real is None else [real[:, None]] * len(keys)
         s, drop = self.options.softmax_scale, self.drop
-        out = merge_attention(
-            q, keys, [v] * len(keys), blocks, scale=s, valid=valid, dropout=drop
-        )  # (B, H, n, d)
+        out = merge_attention(q, keys, [v] * len(keys), blocks, scale=s, valid=valid, dropout=drop)  # (B, H, n, d)
         return out.transpose(1, 2).flatten(2)
 
     def _place(self, q: Tensor, k: Tensor, project: Projections, table: Tensor, size: int, reach: int):
@@ -288,13 +272,9 @@ class CompositeSlice(Attention):
         pk = project.keys(table) - project.keys(nowhere)  # (1, H, rows, d)
         places = [pk[:, :, reach : reach + size]]
         if reach:
-            places.append(
-                F.pad(pk[:, :, :reach], (0, 0, size - reach, 0))
-            )  # the last r tokens, from the right
+            places.append(F.pad(pk[:, :, :reach], (0, 0, size - reach, 0)))  # the last r tokens, from the right
         if reach and not self.options.causal:
-            places.append(
-                F.pad(pk[:, :, reach + size :], (0, 0, 0, size - reach))
-            )  # the first r, from the left
+            places.append(F.pad(pk[:, :, reach + size :], (0, 0, 0, size - reach)))  # the first r, from the left
 
         def put(x: Tensor, place: Tensor) -> Tensor:
             return add_by_slice(x.transpose(1, 2), place.transpose(1, 2)[:, None], size).transpose(1, 2)

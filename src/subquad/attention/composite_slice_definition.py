@@ -41,9 +41,7 @@ class Definition:
         first = torch.zeros_like(pooled[0][:, :1])
         if len(cuts) == 1:
             return first
-        return torch.cat(
-            [first, self.compose([x[:, :-1] for x in pooled], project, exists[:, :-1], scale + 1)], 1
-        )
+        return torch.cat([first, self.compose([x[:, :-1] for x in pooled], project, exists[:, :-1], scale + 1)], 1)
 
     def pool(self, x: Tensor, real: Tensor, scale: int) -> Tensor:
         """One slice x (B, l, E) → (B, E), each batch element by itself."""

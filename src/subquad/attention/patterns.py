@@ -31,7 +31,6 @@ from subquad.kernels.merge import merge_attention
 from subquad.supports import patterns as supports
 from subquad.supports.patterns import Pattern
 
-
 DENSE = 0.75  # share of all pairs from which on blocks are not worth their while
 
 

@@ -114,7 +114,12 @@ class Part(NamedTuple):
 
     def sees_everything(self) -> bool:
         low, high = self.extent()
-        return not self.rule and self.lo <= low and high <= self.hi and (self.xlo > self.xhi or self.xhi < low or self.xlo > high)
+        return (
+            not self.rule
+            and self.lo <= low
+            and high <= self.hi
+            and (self.xlo > self.xhi or self.xhi < low or self.xlo > high)
+        )
 
 
 def part(queries: tuple[int, int, int, int, int], keys: tuple[int, int, int, int], **rules: int) -> Part:

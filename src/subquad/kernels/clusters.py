@@ -50,11 +50,14 @@ def _prefix_backward(grad, x, out, cluster, real, clusters, is_max, dx):
 
 @torch.library.custom_op("subquad::cluster_prefix", mutates_args=())
 def cluster_prefix(x: Tensor, cluster: Tensor, real: Tensor, clusters: int, is_max: bool) -> Tensor:
-    """The running pool (maximum or mean) of each token's cluster: x (G, n, d), cluster (G, n) int64, real (G, n) bool."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _prefix(*(t.cpu().contiguous().numpy() for t in (x, cluster, real)), clusters, is_max, out.numpy())
-    return out
+    """The running pool, maximum or mean, of each token's cluster.
+
+    x (G, n, d), cluster int64 (G, n), real bool (G, n) → (G, n, d).
+    """
+    values, groups, flags = (t.cpu().contiguous().numpy() for t in (x, cluster, real))  # elsewhere: there and back
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _prefix(values, groups, flags, clusters, is_max, out.numpy())
+    return out.to(x.device)
 
 
 @cluster_prefix.register_fake
@@ -66,10 +69,10 @@ def _(x, cluster, real, clusters, is_max):
 def cluster_prefix_backward(
     grad: Tensor, x: Tensor, out: Tensor, cluster: Tensor, real: Tensor, clusters: int, is_max: bool
 ) -> Tensor:
-    arrays = [t.contiguous().numpy() for t in (grad, x, out, cluster, real)]
+    given, values, pools, groups, flags = (t.cpu().contiguous().numpy() for t in (grad, x, out, cluster, real))
     dx = torch.empty(x.shape, dtype=x.dtype)
-    _prefix_backward(*arrays, clusters, is_max, dx.numpy())
-    return dx
+    _prefix_backward(given, values, pools, groups, flags, clusters, is_max, dx.numpy())
+    return dx.to(x.device)
 
 
 @cluster_prefix_backward.register_fake
@@ -93,59 +96,69 @@ cluster_prefix.register_autograd(_backward, setup_context=_save)
 
 
 @numba.njit(cache=True)
-def _walk(cluster, real, clusters, causal, ptr, ids, main_ptr, main_ids, count_only):
-    """One graph: rows of the summaries and of the queries; ptr and main_ptr (n + 1,) relative to the graph.
-
-    `recent` lists the clusters by their last real token, so that the summaries of a row come in ascending order.
-    """
-    n = cluster.size
-    seen, recent, met = np.zeros(clusters, np.int64), np.empty(clusters, np.int64), 0
-    for i in range(n):  # a first walk: the clusters at the end of the sequence
-        if real[i]:
-            seen[cluster[i]] += 1
-    total, final = seen.copy(), np.full(clusters, -1, np.int64)
-    members = np.full(n, -1, np.int64)  # all real tokens by cluster, each cluster ascending
+def _members(cluster, real, clusters):
+    """The real tokens sorted by cluster, each cluster ascending; cluster c owns members[start[c] : start[c + 1]]."""
     start = np.zeros(clusters + 1, np.int64)
-    start[1:] = np.cumsum(total)
-    place = start[:-1].copy()
-    for i in range(n):
+    for i in range(cluster.size):
+        start[cluster[i] + 1] += real[i]
+    start = np.cumsum(start)
+    place, members = start.copy(), np.empty(start[-1], np.int64)
+    for i in range(cluster.size):
         if real[i]:
             members[place[cluster[i]]] = i
             place[cluster[i]] += 1
-            final[cluster[i]] = i
-    seen[:] = 0
-    order = np.argsort(final)
+    return members, start
+
+
+@numba.njit(cache=True)
+def _move_to_end(recent, met, c):
+    """`recent[:met]` lists clusters by their last token: c is the latest now. Returns the new length."""
+    at = met
+    for r in range(met):
+        if recent[r] == c:
+            at = r
+            break
+    met = max(met, at + 1)
+    for r in range(at, met - 1):
+        recent[r] = recent[r + 1]
+    recent[met - 1] = c
+    return met
+
+
+@numba.njit(cache=True)
+def _walk(cluster, real, clusters, causal, ptr, ids, main_ptr, main_ids, count_only):
+    """One graph: the rows of the summaries and of the queries, in ascending order.
+
+    A first walk counts the edges of row i into ptr[i + 1] and main_ptr[i + 1], a second one writes them.
+    """
+    n = cluster.size
+    members, start = _members(cluster, real, clusters)
+    recent, met = np.empty(clusters, np.int64), 0
+    seen = np.zeros(clusters, np.int64)  # tokens of each cluster that may be seen now
+    if not causal:
+        seen[:] = start[1:] - start[:-1]
+        for token in np.sort(members):
+            met = _move_to_end(recent, met, cluster[token])
     for i in range(n):
         c = cluster[i]
-        if real[i]:
+        if causal and real[i]:
             seen[c] += 1
-            if causal:  # move c to the end of the recent ones
-                at = met
-                for r in range(met):
-                    if recent[r] == c:
-                        at = r
-                        break
-                if at == met:
-                    met += 1
-                for r in range(at, met - 1):
-                    recent[r] = recent[r + 1]
-                recent[met - 1] = c
-        own = seen[c] if causal else total[c]
-        summary = own if (causal or final[c] == i) and real[i] else 0
+            met = _move_to_end(recent, met, c)
+        own = seen[c]
+        stands_here = real[i] and (causal or members[start[c + 1] - 1] == i)
+        summary = own if stands_here else 0
         if not count_only:
             for e in range(summary):
                 ids[ptr[i] + e] = members[start[c] + e]
             for e in range(own):
                 main_ids[main_ptr[i] + e] = members[start[c] + e]
-        edges, listed = own, met if causal else clusters
-        for r in range(listed):
-            other = recent[r] if causal else order[r]
-            if other == c or total[other] == 0:
-                continue
-            if not count_only:
-                last = members[start[other] + seen[other] - 1] if causal else final[other]
-                main_ids[main_ptr[i] + edges] = n + last
-            edges += 1
+        edges = own
+        for r in range(met):
+            other = recent[r]
+            if other != c:
+                if not count_only:
+                    main_ids[main_ptr[i] + edges] = n + members[start[other] + seen[other] - 1]
+                edges += 1
         if count_only:
             ptr[i + 1], main_ptr[i + 1] = summary, edges
 
@@ -177,8 +190,8 @@ def cluster_edges(cluster: Tensor, real: Tensor, clusters: int, causal: bool) ->
         pointers.append(pointer)
         indices.append(np.empty(ends[-1, -1], np.int32))
     _walk_all(groups, flags, clusters, causal, pointers[0], indices[0], pointers[1], indices[1], False)
-    found = (pointers[0], indices[0], pointers[1], indices[1])
-    return tuple(torch.from_numpy(x).to(cluster.device) for x in found)
+    starts, ids = ([torch.from_numpy(x).to(cluster.device) for x in found] for found in (pointers, indices))
+    return starts[0], ids[0], starts[1], ids[1]
 
 
 @cluster_edges.register_fake

@@ -30,7 +30,6 @@ import torch
 from numba.extending import overload
 from torch import Tensor
 
-
 Buckets: TypeAlias = tuple[list[tuple[Tensor, Tensor]], Tensor]  # see `EdgeList.buckets`
 
 
@@ -68,9 +67,7 @@ class EdgeList:
         ends = mask.sum(-1).flatten().cumsum(0)  # (g·n,)
         offsets = torch.cat((ends.new_zeros(1), ends))  # (g·n + 1,)
         graph = torch.arange(graphs, device=mask.device)[:, None]  # (g, 1)
-        return cls(
-            offsets[graph * n + torch.arange(n + 1, device=mask.device)], mask.nonzero()[:, 2].int(), m
-        )
+        return cls(offsets[graph * n + torch.arange(n + 1, device=mask.device)], mask.nonzero()[:, 2].int(), m)
 
     def to_mask(self) -> Tensor:
         """(g, n, m) bool, the inverse of `from_mask`."""
@@ -98,9 +95,7 @@ class EdgeList:
     def num_copies(self, instances: int, num_heads: int) -> int:
         """B·H // g: how many instances share a graph."""
         if self.num_graphs not in (1, num_heads, instances):
-            raise ValueError(
-                f"edges must have 1, H = {num_heads} or B·H = {instances} graphs, got {self.num_graphs}"
-            )
+            raise ValueError(f"edges must have 1, H = {num_heads} or B·H = {instances} graphs, got {self.num_graphs}")
         return instances // self.num_graphs
 
     @property
@@ -236,19 +231,13 @@ def _check(edges: EdgeList, per_edge: dict[str, Tensor | None], **tensors: Tenso
     for name, x in tensors.items():
         length = edges.num_queries if name == "q" else edges.num_keys
         if x.ndim != 4 or x.shape[:2] != first.shape[:2] or x.shape[2] != length:
-            raise ValueError(
-                f"{name} must be (B, H, {length}, d), B and H as in {like}, got {tuple(x.shape)}"
-            )
+            raise ValueError(f"{name} must be (B, H, {length}, d), B and H as in {like}, got {tuple(x.shape)}")
         if not x.is_floating_point() or x.dtype != first.dtype:
-            raise TypeError(
-                f"{name} must be floating and of the dtype of {like}, {first.dtype}, got {x.dtype}"
-            )
+            raise TypeError(f"{name} must be floating and of the dtype of {like}, {first.dtype}, got {x.dtype}")
         if x.device != edges.indices.device:
             raise ValueError(f"{name} must be on the device of edges, {edges.indices.device}, got {x.device}")
     if "q" in tensors and tensors["k"].shape[3] != first.shape[3]:
-        raise ValueError(
-            f"k must have the head dimension of q, {first.shape[3]}, got {tensors['k'].shape[3]}"
-        )
+        raise ValueError(f"k must have the head dimension of q, {first.shape[3]}, got {tensors['k'].shape[3]}")
     copies = edges.num_copies(first.shape[0] * first.shape[1], first.shape[1])
     for name, x in per_edge.items():
         if x is not None:

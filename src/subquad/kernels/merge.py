@@ -27,6 +27,7 @@ from subquad.kernels.blocks import Part, drawn_blocks, unplan
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+SMALL_MASK = 1 << 23  # masks of up to this many entries are made for all heads of all batch elements at once
 KEPT_MASK = 1 << 20  # masks up to this many entries are kept between calls, larger ones are made anew
 
 
@@ -42,8 +43,8 @@ def merge_attention(
 ) -> Tensor:
     """One softmax per query over all the parts of `plan` (see `kernels.blocks`).
 
-    q (B, H, n, d); keys[source], values[source] (B, H, m, d); valid[source] bool (B, 1 or H, m) or None,
-    False = the key does not exist. Returns (B, H, n, d); a query that sees nothing gets 0.
+    q (B, H, n, d); keys[source], values[source] (B, H, m, d); valid[source] bool (B or 1, 1 or H, m) or
+    None, False = the key does not exist. Returns (B, H, n, d); a query that sees nothing gets 0.
     """
     if valid is None or all(x is None for x in valid):
         valid = []
@@ -63,7 +64,7 @@ def _ready(x: Tensor) -> Tensor:
 
 
 def _everyone(k: Tensor) -> Tensor:
-    return torch.ones(k.shape[0], 1, k.shape[2], dtype=torch.bool, device=k.device)  # (B, 1, m)
+    return torch.ones(1, 1, k.shape[2], dtype=torch.bool, device=k.device)
 
 
 # ---- the fused op -------------------------------------------------------------------------------------------
@@ -148,18 +149,21 @@ def _add_keys(total: Tensor, grad: Tensor, p: Part, drawn: Tensor) -> None:
         _grid(total, start, p.blocks, p.k_step, piece.shape[2], p.k_stride).add_(piece)
 
 
-def _groups(tensors: list[Tensor], valid: list[Tensor]):
+def _groups(tensors: list[Tensor], valid: list[Tensor], parts: list[Part]):
     """(B, H, n, d) → slices (G, n, d) to work on: all B·H at once, or one batch element after the other.
 
-    One at a time when a key mask differs between batch elements (the mask is then shared by the heads without
-    being copied) and when batch and heads do not fold into one dimension as a view.
+    One at a time when batch and heads do not fold into one dimension as a view, and when key masks differ between
+    batch elements: the heads then share a mask. Small masks are rather copied for every head.
     """
+    batch, heads = tensors[0].shape[:2]
     folds = all(t.stride(0) == t.shape[1] * t.stride(1) or t.shape[0] == 1 for t in tensors)
-    if folds and not valid:
-        yield [t.flatten(0, 1) if t.shape[0] > 1 else t[0] for t in tensors], {}
+    pairs = max((p.blocks * p.q_len * p.k_len for p in parts), default=0)
+    if folds and (all(x.shape[0] == 1 for x in valid) or batch * heads * pairs <= SMALL_MASK):
+        shared = [x[0] if x.shape[:2] == (1, 1) else x.expand(batch, heads, -1).flatten(0, 1) for x in valid]
+        yield [t.flatten(0, 1) if batch > 1 else t[0] for t in tensors], dict(enumerate(shared))
         return
-    for b in range(tensors[0].shape[0]):
-        yield [t[b] for t in tensors], dict(enumerate(x[b] for x in valid))
+    for b in range(batch):
+        yield [t[b] for t in tensors], dict(enumerate(x[b if x.shape[0] > 1 else 0] for x in valid))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, p: Part, valid: Tensor | None, drawn: Tensor, scale: float):
@@ -193,7 +197,7 @@ def fused_merge(
     out = torch.empty_like(q) if covered else torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -torch.inf)  # (B, H, n)
     m = len(keys)
-    for (q_, out_, lse_, *kv), valid_ in _groups([q, out, lse[..., None], *keys, *values], valid):
+    for (q_, out_, lse_, *kv), valid_ in _groups([q, out, lse[..., None], *keys, *values], valid, parts):
         for p in parts:
             o, l_new = _attend(q_, kv[p.source], kv[m + p.source], p, valid_.get(p.source), drawn, scale)
             o_old, l_old = _queries(out_, p), _queries(lse_, p)[..., 0]  # views
@@ -230,7 +234,7 @@ def fused_merge_backward(
     dq, dkv = torch.zeros_like(q), [torch.zeros_like(t) for t in (*keys, *values)]
     safe = lse.masked_fill(lse == -torch.inf, 0)[..., None]  # exp(-inf - 0) = 0: empty rows get no gradient
     tensors = [grad, q, out, safe, dq, *keys, *values, *dkv]
-    for (g_, q_, out_, safe_, dq_, *rest), valid_ in _groups(tensors, valid):
+    for (g_, q_, out_, safe_, dq_, *rest), valid_ in _groups(tensors, valid, parts):
         kv, dkv_ = rest[: 2 * m], rest[2 * m :]
         for p in parts:
             g, qs, o, l_all = (_queries(t, p) for t in (g_, q_, out_, safe_))

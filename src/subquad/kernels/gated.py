@@ -1,0 +1,362 @@
+"""Attention over sampled graphs M, with a straight-through gradient for the probabilities p_ij = w_i·z_j of the edges.
+
+    s_ij = scale · q_i·k_j,   A_i = softmax of s_i over {j : M_ij = 1},   out_i = Σ_j A_ij v_j
+
+    pre    dL/dp_ij = dL/ds_ij · s_ij   where M_ij = 1, else 0   (SBM-Transformer eq. 9: M multiplies the scores)
+    post   dL/dp_ij = dL/dA_ij · A_ij   where M_ij = 1, else 0   (M multiplies the weights)
+
+p itself is never needed: the forward pass uses M alone. Graphs that come as a list run through the edge kernel, linear
+in the edges; graphs that come as a mask run dense, a block of rows at a time: a matrix product, one fused kernel
+over the block while it is in the cache, a matrix product. No n × m matrix is kept but the mask, one bit per pair.
+The choice is made inside one operator, so a compiled graph holds both routes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from subquad.kernels.edges import EdgeList, _exp, edge_attention, edge_scores
+
+BLOCK = 2**20  # pairs of a block: three float32 buffers of 4 MB
+_FAST = {"reassoc", "contract", "arcp", "nsz"}
+_inline = numba.njit(fastmath=_FAST, error_model="numpy")
+_kernel = numba.njit(fastmath=_FAST, error_model="numpy", parallel=True, cache=True)
+
+
+def graph_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    z: Tensor,
+    graphs: tuple[Tensor, Tensor, Tensor],
+    *,
+    scale: float,
+    post: bool = False,
+    causal: bool = False,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """q (B, H, n, d), k, v (B, H, m, d), w (B, H, n, c), z (B, H, m, c) → (B, H, n, d).
+
+    `graphs`: indptr (B·H, n + 1), indices (E,) and mask (B·H·n·⌈m/8⌉,) uint8, of which indices or mask is empty.
+    Dropout follows the seed. First derivatives only. Half precision is computed in float32.
+    """
+    work = torch.promote_types(q.dtype, torch.float32)
+    seed = torch.zeros((), dtype=torch.int64) if seed is None else seed
+    tensors = [x.to(work) for x in (q, k, v, w, z)]
+    run = _attention_op if q.device.type == "cpu" else _plain
+    return run(*tensors, *graphs, seed, scale, dropout, post, causal).to(q.dtype)
+
+
+def _plain(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal) -> Tensor:
+    """Other devices: plain autograd. 1 + p - p.detach() is 1 and has the gradient of p."""
+    draw = torch.Generator(q.device).manual_seed(int(seed))
+    if mask.numel():
+        gate = w @ z.mT  # (B, H, n, m)
+        gate = 1 + gate - gate.detach()
+        s = q @ k.mT * scale * (1 if post else gate)
+        seen = unpack_mask(mask, s.shape)
+        weights = torch.softmax(s.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0) * (gate if post else 1)
+        if dropout:
+            weights = weights * _dropped(weights, dropout, draw)
+        return weights @ v
+    edges = EdgeList(indptr, indices, k.shape[2])
+    gate = edge_scores(w, z, edges, scale=1.0)  # (1, E)
+    gate = 1 + gate - gate.detach()
+    keep = _dropped(gate, dropout, draw) if dropout else None
+    if post:
+        return edge_attention(q, k, v, edges, scale=scale, weight_gate=gate if keep is None else gate * keep)
+    return edge_attention(q, k, v, edges, scale=scale, score_gate=gate, weight_gate=keep)
+
+
+def _dropped(like: Tensor, dropout: float, draw: torch.Generator) -> Tensor:
+    """Factors 0 or 1 / (1 - dropout)."""
+    return torch.empty_like(like).bernoulli_(1 - dropout, generator=draw).div_(1 - dropout)
+
+
+# ---- blocks of a mask -----------------------------------------------------------------------------------------------
+
+
+@_inline
+def pack(marks, bits):
+    """0 and 1 in bytes, a multiple of eight of them → bits, the first in the lowest place."""
+    words = marks.view(np.uint64)
+    for c in range(bits.size):
+        bits[c] = (words[c] * np.uint64(0x0102040810204080)) >> np.uint64(56)
+
+
+@_inline
+def _unpacked(bits):
+    """The inverse of `pack`: as many bytes, 0 or 1, as there are bits."""
+    marks = np.empty(8 * bits.size, np.uint8)
+    words = marks.view(np.uint64)
+    for c in range(bits.size):
+        spread = np.uint64(bits[c]) * np.uint64(0x0101010101010101) & np.uint64(0x8040201008040201)
+        words[c] = (spread + np.uint64(0x7F7F7F7F7F7F7F7F)) >> np.uint64(7) & np.uint64(0x0101010101010101)
+    return marks
+
+
+@_inline
+def _softmax_row(row, edge, scale):
+    nothing = row.dtype.type(-np.inf)
+    top, total = nothing, row.dtype.type(0)
+    for j in range(row.size):
+        row[j] = row[j] * scale if edge[j] else nothing
+    for j in range(row.size):
+        top = max(top, row[j])
+    if top == nothing:
+        row[:] = 0
+        return
+    for j in range(row.size):
+        row[j] = _exp(row[j] - top)
+    for j in range(row.size):
+        total += row[j]
+    for j in range(row.size):
+        row[j] /= total
+
+
+@_inline
+def _backward_row(row, grad, edge, drop, scale, post, gate):
+    nothing = row.dtype.type(-np.inf)
+    top, total, delta = nothing, row.dtype.type(0), row.dtype.type(0)
+    for j in range(row.size):
+        row[j] *= scale
+        gate[j] = row[j] if edge[j] else nothing
+    for j in range(row.size):
+        top = max(top, gate[j])
+    if top == nothing:
+        row[:], grad[:], gate[:] = 0, 0, 0
+        return
+    for j in range(row.size):
+        gate[j] = _exp(gate[j] - top)
+    for j in range(row.size):
+        total += gate[j]
+    for j in range(drop.size):
+        grad[j] *= drop[j]
+    for j in range(row.size):
+        delta += gate[j] * grad[j]
+    delta /= total
+    for j in range(row.size):
+        a = gate[j] / total
+        ds = a * (grad[j] - delta)
+        gate[j] = a * grad[j] if post else ds * row[j]
+        row[j] = ds * scale
+        grad[j] = a
+    for j in range(drop.size):
+        grad[j] *= drop[j]
+
+
+@_kernel
+def _softmax(s, bits, scale):
+    """In place, over the last dimension of s (g, rows, m), where bits (g, rows, ⌈m / 8⌉) has an edge."""
+    for task in numba.prange(s.shape[0] * s.shape[1]):
+        t, i = task // s.shape[1], task % s.shape[1]
+        _softmax_row(s[t, i], _unpacked(bits[t, i]), scale)
+
+
+@_kernel
+def _softmax_backward(s, dp, bits, drop, scale, post, g):
+    """q·k and dout·v become the weights of dq, dk (ds · scale) and of dv (A); g becomes the gradient of p."""
+    for task in numba.prange(s.shape[0] * s.shape[1]):
+        t, i = task // s.shape[1], task % s.shape[1]
+        dropped = drop[t, i] if drop.size else s[t, i, :0]
+        _backward_row(s[t, i], dp[t, i], _unpacked(bits[t, i]), dropped, scale, post, g[t, i])
+
+
+def unpack_mask(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Packed masks (…·⌈m / 8⌉,) uint8 as bool of the given shape (…, m)."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.view(*shape[:-1], -1, 1) >> places & 1).bool().flatten(-2)[..., : shape[-1]]
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """The inverse of `unpack_mask`."""
+    bytes_ = torch.nn.functional.pad(mask.byte(), (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (bytes_ << places).sum(-1, dtype=torch.uint8).flatten()
+
+
+def blocks(graphs: int, n: int, m: int, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
+    """Some graphs, some rows, and the keys that these rows may see: about BLOCK pairs at a time."""
+    rows = max(1, min(n, BLOCK // m))
+    step = max(1, BLOCK // (rows * m))
+    for first in range(0, n, rows):
+        last = min(n, first + rows)
+        for t in range(0, graphs, step):
+            yield slice(t, min(graphs, t + step)), slice(first, last), slice(0, min(m, last) if causal else m)
+
+
+def product(x: Tensor, y: Tensor, buffer: Tensor) -> Tensor:
+    """x @ y, batched, in a buffer that grows to the largest block: fresh pages would cost as much as the product."""
+    shape = (*x.shape[:2], y.shape[2])
+    if buffer.numel() < math.prod(shape):
+        buffer.resize_(math.prod(shape))
+    return torch.bmm(x, y, out=buffer[: math.prod(shape)].view(shape))
+
+
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    return [x.flatten(0, 1) for x in tensors]  # (B, H, n, d) → (B·H, n, d)
+
+
+def _dense_forward(q, k, v, mask, seed, scale, dropout, causal) -> Tensor:
+    out = torch.empty(q.shape[:3] + v.shape[3:], dtype=q.dtype)
+    x, y, u, o = _flat(q, k, v, out)
+    bits = mask.numpy().reshape(len(x), x.shape[1], -1)  # (B·H, n, ⌈m / 8⌉)
+    draw, buffer = torch.Generator().manual_seed(int(seed)), q.new_empty(0)
+    for t, rows, keys in blocks(len(x), x.shape[1], y.shape[1], causal):
+        a = product(x[t, rows], y[t, keys].mT, buffer)  # (g, rows, keys)
+        _softmax(a.numpy(), bits[t, rows], a.numpy().dtype.type(scale))
+        if dropout:
+            a *= _dropped(a, dropout, draw)
+        o[t, rows] = torch.matmul(a, u[t, keys])
+    return out
+
+
+def _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, post, causal, gated) -> tuple[Tensor, ...]:
+    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, w, z)]
+    do, x, y, u, a, b = _flat(grad, q, k, v, w, z)
+    dx, dy, du, da, db = _flat(*grads)
+    bits = mask.numpy().reshape(len(x), x.shape[1], -1)  # (B·H, n, ⌈m / 8⌉)
+    draw, buffers = torch.Generator().manual_seed(int(seed)), [q.new_empty(0) for _ in range(3)]
+    number = np.dtype(str(q.dtype).removeprefix("torch.")).type
+    for t, rows, keys in blocks(len(x), x.shape[1], y.shape[1], causal):
+        s = product(x[t, rows], y[t, keys].mT, buffers[0])  # (g, rows, keys)
+        dp = product(do[t, rows], u[t, keys].mT, buffers[1])
+        drop = _dropped(s, dropout, draw) if dropout else s.new_empty(0, 0, 0)
+        g = buffers[2].resize_(max(s.numel(), buffers[2].numel()))[: s.numel()].view_as(s)
+        arrays = (s.numpy(), dp.numpy(), bits[t, rows], drop.numpy())
+        _softmax_backward(*arrays, number(scale), post, g.numpy())
+        dx[t, rows] = torch.matmul(s, y[t, keys])
+        dy[t, keys].baddbmm_(s.mT, x[t, rows])
+        du[t, keys].baddbmm_(dp.mT, do[t, rows])
+        if gated:
+            da[t, rows] = torch.matmul(g, b[t, keys])
+            db[t, keys].baddbmm_(g.mT, a[t, rows])
+    return tuple(grads)
+
+
+# ---- a list of edges ------------------------------------------------------------------------------------------------
+
+
+def _edge_keep(like: Tensor, indices: Tensor, seed: Tensor, dropout: float) -> Tensor:
+    """(1, E) dropout factors, (0, 0) if there is no dropout."""
+    if not dropout:
+        return like.new_empty(0, 0)
+    return _dropped(like.new_empty(1, len(indices)), dropout, torch.Generator().manual_seed(int(seed)))
+
+
+def _edge_backward(grad, q, k, v, w, z, indptr, indices, seed, scale, dropout, post, gated) -> tuple[Tensor, ...]:
+    keep, absent = _edge_keep(q, indices, seed, dropout), q.new_empty(0, 0)
+    ones = q.new_ones(1, len(indices)) if gated else absent  # (1, E)
+    gate, weight = (absent, keep if dropout else ones) if post else (ones, keep)
+    dq, dk, dv, dgate, dweight = torch.ops.subquad.edge_attention_backward(
+        grad, q, k, v, indptr, indices, gate, weight, scale
+    )
+    if not gated:
+        return dq, dk, dv, torch.zeros_like(w), torch.zeros_like(z)
+    dp = dgate if not post else dweight * keep if dropout else dweight  # (1, E)
+    dw = torch.ops.subquad.edge_sum(dp, z, indptr, indices, k.shape[2], False)
+    dz = torch.ops.subquad.edge_sum(dp, w, indptr, indices, k.shape[2], True)
+    return dq, dk, dv, dw, dz
+
+
+# ---- the operators --------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("subquad::graph_attention", mutates_args=(), device_types="cpu")
+def _attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    z: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    mask: Tensor,
+    seed: Tensor,
+    scale: float,
+    dropout: float,
+    post: bool,
+    causal: bool,
+) -> Tensor:
+    if mask.numel():
+        return _dense_forward(q, k, v, mask, seed, scale, dropout, causal)
+    keep = _edge_keep(q, indices, seed, dropout)
+    return torch.ops.subquad.edge_attention(q, k, v, indptr, indices, q.new_empty(0, 0), keep, scale)
+
+
+@torch.library.custom_op("subquad::graph_attention_backward", mutates_args=(), device_types="cpu")
+def _backward_op(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    z: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    mask: Tensor,
+    seed: Tensor,
+    scale: float,
+    dropout: float,
+    post: bool,
+    causal: bool,
+    gated: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`gated`: the gradient of p is wanted; without it dw and dz are 0."""
+    if mask.numel():
+        return _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, post, causal, gated)
+    return _edge_backward(grad, q, k, v, w, z, indptr, indices, seed, scale, dropout, post, gated)
+
+
+@_attention_op.register_fake
+def _(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal):
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+@_backward_op.register_fake
+def _(grad, q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal, gated):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, w, z))
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:9])
+    ctx.settings = inputs[9:]
+
+
+def _backward(ctx, grad):
+    gated = any(ctx.needs_input_grad[3:5])
+    grads = _backward_op(grad, *ctx.saved_tensors, *ctx.settings, gated)
+    wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
+    return *wanted, *[None] * 8
+
+
+def _no_second_derivative(ctx, *grads):
+    raise NotImplementedError("graph_attention has no second derivative")
+
+
+_attention_op.register_autograd(_backward, setup_context=_save)
+_backward_op.register_autograd(_no_second_derivative)
+
+
+def _pairs(q: Tensor, k: Tensor, indices: Tensor, mask: Tensor) -> int:
+    """Pairs that are multiplied: the edges of a list, all of them under a mask."""
+    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] if mask.numel() else indices.numel()
+
+
+@register_flop_formula(torch.ops.subquad.graph_attention, get_raw=True)
+def _flops(q, k, v, w, z, indptr, indices, mask, *args, out_val=None, **kwargs) -> int:
+    return 4 * q.shape[3] * _pairs(q, k, indices, mask)
+
+
+@register_flop_formula(torch.ops.subquad.graph_attention_backward, get_raw=True)
+def _backward_flops(grad, q, k, v, w, z, indptr, indices, mask, *args, out_val=None, **kwargs) -> int:
+    return (10 * q.shape[3] + 4 * w.shape[3]) * _pairs(q, k, indices, mask)

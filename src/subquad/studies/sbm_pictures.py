@@ -1,0 +1,144 @@
+"""Pictures of SBM attention: where nodes and clusters make which mask, what is sampled, how dense each head is.
+
+Figures 3, 5 and 7 of Cho et al. 2022. Every function draws one PNG and returns its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from subquad.attention.sbm import Sbm, sbm_layers
+
+
+def _figure(columns: int, rows: int = 1, size: float = 2.6):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(size * columns, size * rows + 0.3), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _show(axis, matrix: Tensor, title: str, **style) -> None:
+    axis.imshow(matrix.detach().float().cpu().numpy(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", **style)
+    axis.set(title=title, xticks=[], yticks=[])
+    axis.title.set_fontsize(9)
+
+
+# ---- figure 3: the geometry -----------------------------------------------------------------------------------------
+
+
+def placements(nodes: int = 24, clusters: int = 3) -> dict[str, tuple[Tensor, Tensor]]:
+    """Three placements of nodes (n, 2) and clusters (k, 2): together, in groups, far apart."""
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(nodes, 2, generator=draw)
+    angle = torch.arange(clusters) * 2 * torch.pi / clusters
+    corners = torch.stack((angle.cos(), angle.sin()), 1)  # (k, 2)
+    corner = corners.repeat_interleave(nodes // clusters, 0)  # (n, 2)
+    return {
+        "together: dense": (torch.tensor([3.0, 3.0]) + 0.3 * noise, torch.tensor([2.0, 2.0]) + 0.1 * corners),
+        "in groups: blocks": (6 * corner + 0.5 * noise, 3 * corners),
+        "far apart: sparse": (torch.tensor([3.0, 3.0]) + 0.3 * noise, torch.tensor([-1.0, -1.0]) + 0.1 * corners),
+    }
+
+
+def block_model(nodes: Tensor, clusters: Tensor) -> Tensor:
+    """E[M] = sigmoid(X Cᵀ) softmax(C Cᵀ) sigmoid(X Cᵀ)ᵀ, (n, n): equations 5-8 on given node embeddings."""
+    member = torch.sigmoid(nodes @ clusters.mT)  # (n, k)
+    block = torch.softmax((clusters @ clusters.mT).flatten(), 0).view(len(clusters), -1)  # (k, k)
+    return member @ block @ member.mT
+
+
+def draw_placements(path: Path) -> Path:
+    """Figure 3: nodes and clusters in the plane, and the expected mask below."""
+    cases = placements()
+    figure, axes = _figure(len(cases), 2)
+    for column, (title, (nodes, clusters)) in enumerate(cases.items()):
+        axes[0][column].scatter(*nodes.T.numpy(), s=10, label="nodes")
+        axes[0][column].scatter(*clusters.T.numpy(), s=40, marker="x", label="clusters")
+        axes[0][column].set_title(title, fontsize=9)
+        p = block_model(nodes, clusters)
+        _show(axes[1][column], p / p.max().clamp_min(0.25), f"expected mask, mean {p.mean():.2f}")
+    axes[0][0].legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+    return Path(path)
+
+
+# ---- what a mechanism samples ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def masks(attention: Sbm, q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Expected and sampled masks, (B, H, n, m) each."""
+    drawn = attention.draw_mask(*attention.memberships(q, k), key_mask)
+    return attention.expected_mask(q, k, key_mask), drawn
+
+
+def draw_masks(attention: Sbm, q: Tensor, k: Tensor, path: Path, key_mask: Tensor | None = None) -> Path:
+    """Expected mask above, sampled mask below, one column per head of the first sequence."""
+    expected, drawn = masks(attention, q[:1], k[:1], None if key_mask is None else key_mask[:1])
+    figure, axes = _figure(expected.shape[1], 2)
+    for head in range(expected.shape[1]):
+        p, mask = expected[0, head], drawn[0, head]
+        _show(axes[0][head], p, f"head {head}: expected {p.mean():.2f}")
+        _show(axes[1][head], mask, f"sampled {mask.float().mean():.2f}")
+    figure.savefig(path, dpi=130)
+    return Path(path)
+
+
+# ---- figures 5 and 7: densities of a trained model ------------------------------------------------------------------
+
+
+@torch.no_grad()
+def densities(model: nn.Module, batches: Iterable[tuple]) -> Tensor:
+    """Density per call, layer and head, (batches, L, H): `model(*batch)` is called once for each batch."""
+    layers = sbm_layers(model)
+    if not layers:
+        raise ValueError("model has no SBM attention: there is no density to draw")
+    found = []
+    for batch in batches:
+        model(*batch)
+        found.append(torch.stack([layer.last_density for layer in layers]))  # (L, H)
+    if not found:
+        raise ValueError("batches is empty: at least one batch is needed")
+    return torch.stack(found)
+
+
+def draw_densities(models: Mapping[str, Tensor], path: Path) -> Path:
+    """Figure 5: per layer the mean density over batches and heads, with its standard deviation.
+
+    `models`: name → densities (batches, L, H) as `densities` returns them.
+    """
+    figure, axes = _figure(len(models))
+    for axis, (name, found) in zip(axes[0], models.items(), strict=True):
+        per_layer = found.mean(2)  # (batches, L)
+        spread = per_layer.std(0) if len(per_layer) > 1 else torch.zeros(per_layer.shape[1])
+        labels = [f"L{layer + 1}" for layer in range(per_layer.shape[1])]
+        axis.bar(labels, per_layer.mean(0).tolist(), yerr=spread.tolist(), capsize=3, width=0.6)
+        axis.set(title=name, ylim=(0, 1), ylabel="mask density")
+    figure.savefig(path, dpi=130)
+    return Path(path)
+
+
+@torch.no_grad()
+def attended(model: nn.Module, batch: tuple) -> list[Tensor]:
+    """How often each token is attended to, one (B, H, m) in [0, 1] per SBM layer, from one call of the model."""
+    model(*batch)
+    return [layer.last_mask().float().mean(2) for layer in sbm_layers(model)]
+
+
+def draw_attended(model: nn.Module, batch: tuple, path: Path, height: int, sequence: int = 0) -> Path:
+    """Figure 7: the tokens of one sequence as an image of `height` rows, bright where many attend, per head."""
+    layers = [x[sequence] for x in attended(model, batch)]  # (H, m) each
+    figure, axes = _figure(layers[0].shape[0], len(layers))
+    for row, heads in enumerate(layers):
+        for column, share in enumerate(heads):
+            if share.numel() % height:
+                raise ValueError(f"height must divide the length {share.numel()}, not {height}")
+            axes[row][column].imshow(share.view(height, -1).cpu().numpy(), cmap="viridis", interpolation="nearest")
+            axes[row][column].set(xticks=[], yticks=[])
+            axes[row][column].set_title(f"layer {row + 1}, head {column + 1}: {share.mean():.3f}", fontsize=9)
+    figure.savefig(path, dpi=130)
+    return Path(path)

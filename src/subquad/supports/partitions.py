@@ -1,0 +1,347 @@
+"""Factorisation plans: how Combiner divides each query's support (Ren et al. 2021, sections 3.1 and 4).
+
+For every query i a plan names the *direct* set Ω_i^0, whose keys are attended one by one, and the *groups*
+Ω_i^1 … Ω_i^m, each attended through one summary. Together they are a partition of the support: disjoint, and their
+union is everything (causal: 0 … i). The classes here are the definition, simple and slow; the mechanisms run the
+same sets as blocks, and the tests hold the two against each other. Positions are 0-based, n is the length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+POOLED = -1  # Group.asker: the local query is the pool of the members' queries
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group Ω: the positions `over`, without `hole`.
+
+    p(j|Ω) = softmax_j(q_Ω·k_j) over the members or, with `children` (a partition of the members into groups of
+    their own), p(j|Ω) = Σ_c softmax_c(q_Ω·k_c) p(j|c). q_Ω is the pool of the members' queries; with `asker` it
+    is the query at that position (0 where there is no such token), and k_Ω = Σ_j p(j|Ω) k_j.
+    """
+
+    over: Sequence[int]
+    hole: int = -1
+    asker: int = POOLED
+    children: tuple[Group, ...] = field(default=(), hash=False)  # equal anyway when the rest is
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(j for j in self.over if j != self.hole)
+
+    @property
+    def size(self) -> int:
+        """How many terms its local expectation has."""
+        return len(self.children) or len(self.over) - (self.hole in self.over)
+
+
+class Cost(NamedTuple):
+    """The three terms that section 3.1 asks to be sub-quadratic."""
+
+    terms: int  # Σ_i (n_i + |Ω_i^0|): what the queries' softmaxes run over
+    groups: int  # |U|: different groups, each summarised once
+    members: int  # Σ_{Ω ∈ U} |Ω|: what the local expectations run over
+
+    @property
+    def total(self) -> int:
+        return self.terms + self.groups + self.members
+
+
+def root(n: int) -> int:
+    """⌈√n⌉."""
+    return math.isqrt(n - 1) + 1 if n > 1 else 1
+
+
+def default_span(n: int, depth: int = 1) -> int:
+    """The branching s ≈ n^(1/(depth+1)), which makes all levels equally wide, to the nearest 2^k or 3·2^k.
+
+    Blocks of these sizes fill the vector registers; between 32 and 256 they are the ones that run fastest.
+    """
+    ideal = n ** (1 / (depth + 1))
+    friendly = [b << e for e in range(24) for b in (2, 3)]
+    return min([1, *friendly], key=lambda s: abs(math.log(s / ideal)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A factorisation plan ω."""
+
+    causal: bool = False
+
+    def direct(self, n: int, i: int) -> Iterable[int]:
+        """Ω_i^0."""
+        raise NotImplementedError
+
+    def groups(self, n: int, i: int) -> list[Group]:
+        """Ω_i^1 … Ω_i^m, none of them empty."""
+        raise NotImplementedError
+
+    def support(self, n: int, i: int) -> range:
+        return range(i + 1) if self.causal else range(n)
+
+    def cost(self, n: int) -> Cost:
+        """The three terms of section 3.1, counted."""
+        terms, unique = 0, set()
+        for i in range(n):
+            groups = self.groups(n, i)
+            terms += len(groups) + sum(1 for _ in self.direct(n, i))
+            unique.update(groups)
+        below = list(unique)
+        while below:  # a group of groups has these summarised too
+            below = [child for group in below for child in group.children if child not in unique]
+            unique.update(below)
+        return Cost(terms, len(unique), sum(group.size for group in unique))
+
+    def picture(self, n: int) -> Tensor:
+        """int (n, n), row = query: 0 not attended, 1 directly, 2 through a group (Figure 1)."""
+        drawn = torch.zeros(n, n, dtype=torch.int)
+        for i in range(n):
+            for group in self.groups(n, i):
+                drawn[i, list(group.members)] = 2
+            drawn[i, list(self.direct(n, i))] = 1
+        return drawn
+
+    def check(self, n: int, queries: Iterable[int] | None = None) -> None:
+        """Raise unless the sets of every query (or of `queries`) are a partition of its support."""
+        for i in range(n) if queries is None else queries:
+            found = sorted(j for part in (self.direct(n, i), *(g.members for g in self.groups(n, i))) for j in part)
+            if found != list(self.support(n, i)):
+                raise ValueError(f"plan: the direct set and the groups of query {i} are no partition of its support")
+            for group in self.groups(n, i):
+                inside = sorted(j for child in group.children for j in child.members)
+                if not group.members or (group.children and inside != sorted(group.members)):
+                    raise ValueError(f"plan: a group of query {i} is empty or no union of its children")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed(Partition):
+    """Section 4.1: the own span of s tokens directly, every other span (causal: every earlier one) a group.
+
+    Eq. 10 is 1-based, says "mod" for "div" and drops the first span; here span(j) = ⌊j/s⌋ and all spans count.
+    """
+
+    span: int | None = None
+
+    def direct(self, n, i):
+        s = self.span or default_span(n)
+        return range(i // s * s, i + 1 if self.causal else min(n, i // s * s + s))
+
+    def groups(self, n, i):
+        s = self.span or default_span(n)
+        last = i // s if self.causal else -(-n // s)
+        return [Group(range(a * s, min(n, a * s + s))) for a in range(last) if a != i // s]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logsparse(Partition):
+    """Section 4.2 and appendix B: i itself and, for every set bit l of i, block (i>>l)-1 of size 2^l.
+
+    A block of level 0 is one token, hence direct. Bidirectional adds the mirror image, the same on n-1-i.
+    """
+
+    def blocks(self, n: int, i: int) -> list[range]:
+        def before(i: int) -> list[range]:
+            levels = [level for level in range(i.bit_length()) if i >> level & 1]
+            return [range(((i >> level) - 1) << level, (i >> level) << level) for level in levels]
+
+        found = before(i)
+        if not self.causal:
+            found += [range(n - block.stop, n - block.start) for block in before(n - 1 - i)]
+        return found
+
+    def direct(self, n, i):
+        return [i, *(block.start for block in self.blocks(n, i) if len(block) == 1)]
+
+    def groups(self, n, i):
+        return [Group(block) for block in self.blocks(n, i) if len(block) > 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axial(Partition):
+    """Section 4.3: the sequence as a grid, row by row; position i stands at (i // cols, i % cols)."""
+
+    cols: int | None = None
+
+    def width(self, n: int) -> int:
+        return self.cols or root(n)
+
+    def row(self, n: int, r: int) -> range:
+        return range(r * self.width(n), min(n, (r + 1) * self.width(n)))
+
+    def own_row(self, n: int, i: int) -> range:
+        row = self.row(n, i // self.width(n))
+        return range(row.start, i + 1) if self.causal else row
+
+    def direct(self, n, i):
+        """Own row (up to i) and own column (above)."""
+        c = self.width(n)
+        column = range(i % c, i if self.causal else n, c)
+        return [*self.own_row(n, i), *(j for j in column if j // c != i // c)]
+
+    def other_rows(self, n: int, i: int) -> list[int]:
+        c = self.width(n)
+        return [r for r in range(i // c if self.causal else -(-n // c)) if r != i // c]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxialVertical(Axial):
+    """Every other column a group, without the own row's element (causal: only the rows above)."""
+
+    def groups(self, n, i):
+        c, row = self.width(n), i // self.width(n)
+        if self.causal:
+            columns = [range(column, row * c, c) for column in range(c)]
+            return [Group(over) for over in columns if over and over.start != i % c]
+        every = [Group(range(column, n, c), hole=row * c + column) for column in range(c) if column != i % c]
+        return [group for group in every if group.size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxialHorizontal(Axial):
+    """Every other row (causal: every earlier one) a group, without the own column's element.
+
+    `split`: two groups per row, strictly left and strictly right of the own column.
+    """
+
+    split: bool = False
+
+    def groups(self, n, i):
+        c, found = self.width(n), []
+        for r in self.other_rows(n, i):
+            row, own = self.row(n, r), r * c + i % c
+            if self.split:
+                found += [Group(range(row.start, min(row.stop, own))), Group(range(own + 1, row.stop))]
+            else:
+                found.append(Group(row, hole=own))
+        return [group for group in found if group.size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxialRowmajor(Axial):
+    """The own row directly, every other row (causal: every earlier one) a group that the own column asks.
+
+    The local query is the token's at (row, own column); where the last row is too short to have one, it is 0.
+    """
+
+    def direct(self, n, i):
+        return self.own_row(n, i)
+
+    def groups(self, n, i):
+        c = self.width(n)
+        return [Group(self.row(n, r), asker=r * c + i % c) for r in self.other_rows(n, i)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing(Partition):
+    """Section 4.4: the own cluster directly, every other cluster a group (causal: their members up to i).
+
+    `assignment` names the cluster of every token; without it `dealt` clusters take the tokens in turn.
+    """
+
+    assignment: tuple[int, ...] | None = None
+    dealt: int = 1
+
+    def cluster(self, j: int) -> int:
+        return j % self.dealt if self.assignment is None else self.assignment[j]
+
+    def clusters(self, n: int, i: int) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for j in self.support(n, i):
+            found.setdefault(self.cluster(j), []).append(j)
+        return found
+
+    def direct(self, n, i):
+        return self.clusters(n, i)[self.cluster(i)]
+
+    def groups(self, n, i):
+        return [Group(tuple(m)) for c, m in sorted(self.clusters(n, i).items()) if c != self.cluster(i)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree(Partition):
+    """The remark in section 3.1: groups of groups. Level t has blocks of s^t tokens, t = 1 … depth.
+
+    Query i attends directly to its own block of s tokens, at level t < depth to the other blocks of s^t inside its
+    own block of s^(t+1), at the top to all other blocks. A block of level t > 1 is a group of its blocks of level
+    t-1. Causal: up to i, and earlier blocks only. depth=1 is `Fixed`; s ≈ n^(1/(depth+1)).
+    """
+
+    span: int | None = None
+    depth: int = 2
+
+    def branch(self, n: int) -> int:
+        return self.span or default_span(n, self.depth)
+
+    def direct(self, n, i):
+        return Fixed(span=self.branch(n), causal=self.causal).direct(n, i)
+
+    def groups(self, n, i):
+        s, found = self.branch(n), []
+        for level in range(1, self.depth + 1):
+            size = s**level
+            around = i // (size * s) * (size * s) if level < self.depth else 0
+            end = n if level == self.depth else min(n, around + size * s)
+            last = i // size if self.causal else -(-end // size)
+            found += [_block(n, s, level, a) for a in range(around // size, last) if a != i // size]
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _block(n: int, s: int, level: int, a: int) -> Group:
+    """Block a of s^level tokens, a group of its blocks of s^(level-1)."""
+    over, inner = range(a * s**level, min(n, (a + 1) * s**level)), s ** (level - 1)
+    below = range(over.start // inner, -(-over.stop // inner)) if level > 1 else ()
+    return Group(over, children=tuple(_block(n, s, level - 1, b) for b in below))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexSets(Partition):
+    """A plan of your own: sets(n) gives (direct, groups), direct[i] positions and groups[i] lists of positions.
+
+    With `causal` every set keeps its positions ≤ i, as the paper makes a causal plan of any other (Ω ∩ [i]).
+    A length is checked when it is first asked for: the sets of each query must be a partition of its support.
+    """
+
+    sets: Callable[[int], tuple[Sequence[Iterable[int]], Sequence[Iterable[Iterable[int]]]]]
+
+    def direct(self, n, i):
+        return _index_sets(self, n)[0][i]
+
+    def groups(self, n, i):
+        return _index_sets(self, n)[1][i]
+
+
+@lru_cache(maxsize=16)
+def _index_sets(plan: IndexSets, n: int) -> tuple[list[tuple[int, ...]], list[list[Group]]]:
+    direct, groups = plan.sets(n)
+    if len(direct) != n or len(groups) != n:
+        raise ValueError(f"plan: for length {n} it gives {len(direct)} direct sets and {len(groups)} lists of groups")
+    reach = [plan.support(n, i) for i in range(n)]
+    kept = [tuple(sorted(j for j in map(int, direct[i]) if j in reach[i] or not plan.causal)) for i in range(n)]
+    cut = [
+        [tuple(sorted(j for j in map(int, g) if j in reach[i] or not plan.causal)) for g in groups[i]] for i in range(n)
+    ]
+    for i in range(n):
+        if sorted(j for members in (kept[i], *cut[i]) for j in members) != list(reach[i]):
+            raise ValueError(f"plan: the direct set and the groups of query {i} of {n} are no partition of its support")
+    return kept, [[Group(members) for members in sets if members] for sets in cut]
+
+
+PLANS: dict[str, type[Partition]] = {
+    "fixed": Fixed,
+    "logsparse": Logsparse,
+    "axial-vertical": AxialVertical,
+    "axial-horizontal": AxialHorizontal,
+    "axial-rowmajor": AxialRowmajor,
+    "routing": Routing,
+    "tree": Tree,
+}

@@ -1,0 +1,331 @@
+"""The Numba side of `sampling`: random rows of edges, in parallel, each row from a random stream of its own."""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+import torch
+
+from subquad.kernels.gated import pack
+from subquad.supports.drawing import _mix
+
+_inline = numba.njit(error_model="numpy")
+_fast = numba.njit(error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz"})
+_kernel = numba.njit(error_model="numpy", parallel=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_STRIDE = 2  # keys per entry of the search guide (measured)
+_ROWS = 64  # rows of a task: enough for their edges to be predictable in number, few enough to balance the threads
+
+
+# ---- random numbers -------------------------------------------------------------------------------------------------
+
+
+@_kernel
+def _streams(seed, ids, heads, out):
+    for t in numba.prange(out.shape[0]):
+        graph = _mix(np.uint64(seed) + _GAMMA * np.uint64(t + 1))
+        for i in range(out.shape[1]):
+            out[t, i] = _mix(graph + _GAMMA * np.uint64(ids[t // heads, i] + 1))
+
+
+def streams(seed: int, graphs: int, ids: np.ndarray, heads: int) -> np.ndarray:
+    """The start of every row's stream, (graphs, n) uint64, from ids (B, n)."""
+    out = np.empty((graphs, ids.shape[1]), np.uint64)
+    _streams(seed, ids, heads, out)
+    return out
+
+
+@_inline
+def _uniform(state):
+    """In (0, 1], so that its logarithm is finite. The caller advances the state by _GAMMA."""
+    return (np.float64(_mix(state) >> np.uint64(11)) + 1.0) * 2.0**-53
+
+
+@_inline
+def _chance(a, b, j):
+    """A number in [0, 1] for entry j of a row, in 32-bit arithmetic that LLVM vectorises.
+
+    (a, b) are the two halves of the row's stream; b enters after the first round, so that no two rows share a stretch.
+    """
+    x = np.uint32(np.uint32(j) * np.uint32(0x9E3779B9) + a)
+    x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D))
+    x = np.uint32((x ^ (x >> np.uint32(15))) + b)
+    x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x846CA68B))
+    x = np.uint32((x ^ (x >> np.uint32(15))) * np.uint32(0x31848BAB))
+    x = np.uint32(x ^ (x >> np.uint32(14)))
+    return np.float32(np.int32(x >> np.uint32(1))) * np.float32(2.0**-31)
+
+
+@_inline
+def _halves(state):
+    return np.uint32(state & np.uint64(0xFFFFFFFF)), np.uint32(state >> np.uint64(32))
+
+
+# ---- rates and search tables ----------------------------------------------------------------------------------------
+
+
+@_kernel
+def rates(w, z, causal, rate, bound):
+    """Σ_j p_ij and Σ_v W_iv max_j Z_jv ≥ max_j p_ij, over the keys that row i may see."""
+    for t in numba.prange(w.shape[0]):
+        total, top = np.zeros(w.shape[2]), np.zeros(w.shape[2])
+        if not causal:
+            for j in range(z.shape[1]):
+                for v in range(w.shape[2]):
+                    total[v] += z[t, j, v]
+                    top[v] = max(top[v], z[t, j, v])
+        for i in range(w.shape[1]):
+            s = b = 0.0
+            for v in range(w.shape[2]):
+                if causal:
+                    total[v] += z[t, i, v]
+                    top[v] = max(top[v], z[t, i, v])
+                s += w[t, i, v] * total[v]
+                b += w[t, i, v] * top[v]
+            rate[t, i], bound[t, i] = s, b
+
+
+@_kernel
+def _tables(z, upto, guide):
+    """Prefix sums over the keys and where to start searching them: z (g, m, k), upto (g, k, m + 1), guide (g, k, G)."""
+    (m, k), size = z.shape[1:], guide.shape[2]
+    chunks = (k + 15) // 16  # clusters of a task: a cache line of z
+    for task in numba.prange(z.shape[0] * chunks):
+        t, first = task // chunks, task % chunks * 16
+        last = min(k, first + 16)
+        total = np.zeros(last - first)
+        upto[t, first:last, 0] = 0
+        for j in range(m):
+            for v in range(first, last):
+                total[v - first] += z[t, j, v]
+                upto[t, v, j + 1] = total[v - first]
+        for v in range(first, last):
+            j, part = 0, total[v - first] / size
+            for g in range(size):
+                while j < m - 1 and upto[t, v, j + 1] <= part * g:
+                    j += 1
+                guide[t, v, g] = j
+
+
+def tables(z: np.ndarray, needed: bool) -> tuple[np.ndarray, np.ndarray]:
+    graphs, m, k = z.shape
+    upto, guide = np.empty((graphs, k, m + 1)), np.empty((graphs, k, -(-m // _STRIDE)), np.int32)
+    if needed:
+        _tables(z, upto, guide)
+    return upto, guide
+
+
+@_inline
+def _find(upto, guide, x):
+    """The key j with upto[j] ≤ x < upto[j + 1]: a few steps on average, whatever the distribution."""
+    m, size = upto.size - 1, guide.size
+    j = guide[min(size - 1, int(x / upto[m] * size))]
+    while j > 0 and upto[j] > x:  # (rounding of the line above)
+        j -= 1
+    while j < m - 1 and upto[j + 1] <= x:
+        j += 1
+    return j
+
+
+# ---- a set of keys that comes out ascending -------------------------------------------------------------------------
+
+
+@_inline
+def _lowest(x):
+    """The number of the lowest bit that is set, read from the exponent of a float."""
+    return (np.float64(x & (~x + np.uint64(1))).view(np.int64) >> 52) - 1023
+
+
+@_inline
+def _add(words, summary, j):
+    words[j >> 6] |= np.uint64(1) << np.uint64(j & 63)
+    summary[j >> 12] |= np.uint64(1) << np.uint64((j >> 6) & 63)
+
+
+@_inline
+def _empty(words, summary, out):
+    """Take everything out, ascending; returns how many. Two levels: linear in what is inside for any real length."""
+    count = 0
+    for s in range(summary.size):
+        while summary[s]:
+            at = s * 64 + _lowest(summary[s])
+            summary[s] &= summary[s] - np.uint64(1)
+            bits, words[at] = words[at], np.uint64(0)
+            while bits:
+                out[count] = at * 64 + _lowest(bits)
+                bits &= bits - np.uint64(1)
+                count += 1
+    return count
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+@_fast
+def _dot(x, y):
+    total = x.dtype.type(0)
+    for v in range(x.size):
+        total += x[v] * y[v]
+    return total
+
+
+@_inline
+def _propose(w, z, upto, guide, end, boost, state, words, summary):
+    """A unit-rate Poisson process along the row's intensity, cluster after cluster; returns state and number."""
+    count, at, passed = 0, 0.0, 0.0
+    state += _GAMMA
+    at -= math.log(_uniform(state))
+    for v in range(w.size):
+        slope = boost * w[v]
+        length = slope * upto[v, end]
+        while at < passed + length:
+            j = min(end - 1, _find(upto[v], guide[v], (at - passed) / slope))
+            if z[j, v] > 0:  # (rounding could end on a neighbour that has no share)
+                _add(words, summary, j)
+                count += 1
+            state += _GAMMA
+            at -= math.log(_uniform(state))
+        passed += length
+    return state, count
+
+
+@_inline
+def _thin(w, z, boost, state, keys, words, summary):
+    """Keep each merged edge with probability p / (1 - exp(-c·p))."""
+    for e in range(keys.size):
+        p = _dot(w, z[keys[e]])
+        state += _GAMMA
+        if _uniform(state) * -math.expm1(-boost * p) <= p:
+            _add(words, summary, keys[e])
+    return state
+
+
+@_inline
+def _explore(listed, visible, exploration, state, words, summary):
+    """Every visible key with probability δ: jump from one to the next."""
+    stay, r = math.log1p(-exploration), 0.0
+    while True:
+        state += _GAMMA
+        r += math.floor(math.log(_uniform(state)) / stay)
+        if r >= visible:
+            return
+        _add(words, summary, listed[int(r)])
+        r += 1.0
+
+
+@_inline
+def _look(w, z, real, rank, end, exploration, stream, words, summary):
+    """A dense row: every key, with the same random numbers as `compare`."""
+    a, b = _halves(stream)
+    one, delta = w.dtype.type(1), w.dtype.type(exploration)
+    for j in range(end):
+        if real[j]:
+            p = _dot(w, z[j])
+            if _chance(a, b, rank[j]) < p + delta * (one - p):
+                _add(words, summary, j)
+
+
+@_kernel
+def _draw(tasks, workers, chosen, places, where, starts, buffer, degrees, proposed):
+    w, z, upto, guide, boost, dense, streams_ = chosen
+    real, rank, listed, visible = places
+    first_graph, heads, causal, exploration, reach, thin, every = where
+    n, m = w.shape[1], z.shape[1]
+    blocks = (n + _ROWS - 1) // _ROWS
+    for worker in numba.prange(workers):
+        words, summary = np.zeros((m >> 6) + 1, np.uint64), np.zeros((m >> 12) + 1, np.uint64)
+        keys = np.empty(m, np.int32)
+        for task in range(worker, tasks, workers):
+            t, row = task // blocks, task % blocks * _ROWS
+            u, at = (first_graph + t) // heads, starts[task]
+            for i in range(row, min(n, row + _ROWS)):
+                if dense[t, i] and not every:
+                    continue
+                end = i + 1 if causal else m
+                if dense[t, i]:
+                    _look(w[t, i], z[t], real[u], rank[u], end, exploration, streams_[t, i], words, summary)
+                else:
+                    state, count = _propose(
+                        w[t, i], z[t], upto[t], guide[t], end, boost[t, i], streams_[t, i], words, summary
+                    )
+                    proposed[task] += count
+                    if thin:
+                        count = _empty(words, summary, keys)
+                        state = _thin(w[t, i], z[t], boost[t, i], state, keys[:count], words, summary)
+                    if exploration > 0:
+                        _explore(listed[u], visible[u, i], exploration, state, words, summary)
+                for j in range(max(0, i - reach), min(end, i + reach + 1)):
+                    if real[u, j]:
+                        _add(words, summary, j)
+                count = _empty(words, summary, keys)
+                degrees[t, i] = count
+                room = min(count, starts[task + 1] - at)
+                buffer[at : at + room] = keys[:room]
+                at += count
+
+
+@_kernel
+def _join(starts, buffer, ends, out):
+    for task in numba.prange(len(ends) - 1):
+        size = ends[task + 1] - ends[task]
+        out[ends[task] : ends[task + 1]] = buffer[starts[task] : starts[task] + size]
+
+
+def draw(chosen, places, where, expected: np.ndarray, degrees: np.ndarray, proposed: np.ndarray) -> np.ndarray:
+    """The edges of some graphs, row after row; fills in degrees (g, n) and proposed (g,), returns the keys (E,).
+
+    A task's edges go to a buffer of their expected number and twelve standard deviations (never reached in practice,
+    and checked), and from there to the list.
+    """
+    graphs, n = degrees.shape
+    cuts = np.arange(0, n, _ROWS)
+    mean = np.add.reduceat(expected, cuts, axis=1).reshape(-1)  # (tasks,)
+    room = np.ceil(mean + 12 * np.sqrt(mean) + 64).astype(np.int64)
+    starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(room)))
+    buffer, counts = np.empty(starts[-1], np.int32), np.zeros(len(mean), np.int64)
+    workers = min(torch.get_num_threads(), numba.get_num_threads())
+    _draw(len(mean), workers, chosen, places, where, starts, buffer, degrees, counts)
+    proposed += counts.reshape(graphs, -1).sum(1)
+    sizes = np.add.reduceat(degrees, cuts, axis=1).reshape(-1)
+    if (sizes > room).any():
+        raise RuntimeError("more edges were sampled than twelve standard deviations allow: are w and z finite and ≥ 0?")
+    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
+    out = np.empty(ends[-1], np.int32)
+    _join(starts, buffer, ends, out)
+    return out
+
+
+@_kernel
+def compare(p, flags, streams_, real, rank, where, bits, degrees):
+    """Bernoulli(p) for a block of rows: p (g, rows, keys) → bits (g, rows, ⌈m / 8⌉), where flags (g, rows) says so."""
+    first_graph, heads, first, causal, exploration, reach = where
+    graphs, rows, width = p.shape
+    one, delta = p.dtype.type(1), p.dtype.type(exploration)
+    for task in numba.prange(graphs * rows):
+        t, r = task // rows, task % rows
+        if flags[t, r]:
+            i, u = first + r, (first_graph + t) // heads
+            end = i + 1 if causal else width
+            a, b = _halves(streams_[t, r])
+            row, seen, place = p[t, r], real[u], rank[u]
+            marks = np.zeros(8 * bits.shape[2], np.uint8)
+            for j in range(end):
+                marks[j] = seen[j] & (_chance(a, b, place[j]) < row[j] + delta * (one - row[j]))
+            for j in range(max(0, i - reach), min(end, i + reach + 1)):
+                marks[j] = seen[j]
+            pack(marks, bits[t, r])
+            count = np.int32(0)
+            for j in range(end):
+                count += np.int32(marks[j])
+            degrees[t, r] = count
+
+
+@_kernel
+def fill(indptr, indices, bits):
+    """Write a list into packed masks (g, n, ⌈m / 8⌉)."""
+    for t in numba.prange(bits.shape[0]):
+        for i in range(bits.shape[1]):
+            for e in range(indptr[t, i], indptr[t, i + 1]):
+                bits[t, i, indices[e] >> 3] |= np.uint8(1 << (indices[e] & 7))

@@ -1,0 +1,324 @@
+"""What is special to Combiner: plans are partitions, summaries leak nothing, and the family agrees with itself."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import subquad
+from subquad.abstraction import binary_nodes, others, pooled, prefixes
+from subquad.supports import partitions
+
+ABSTRACTIONS = ("max", "mean", "deepsets-max", "deepsets-mean")
+
+
+def halves(n):
+    """A user's plan: oneself directly, everything before and everything behind as two groups."""
+    return [[i] for i in range(n)], [[range(i), range(i + 1, n)] for i in range(n)]
+
+
+SPECS = {
+    "combiner-fixed": {"span": 5},
+    "combiner-logsparse": {},
+    "combiner-axial:plan=vertical": {"cols": 4},
+    "combiner-axial:plan=horizontal": {"cols": 4},
+    "combiner-axial:plan=horizontal,split=true": {"cols": 4},
+    "combiner-axial:plan=rowmajor": {"cols": 4},
+    "combiner-mixture": {},
+    "combiner-mixture:joint=true": {"cols": 3},
+    "combiner-mixture:joint=true,split=true": {"cols": 5},
+    "combiner-mixture:plans=fixed+logsparse+tree": {},
+    "combiner-routing": {"clusters": 3},
+    "combiner-tree": {"span": 2, "depth": 3},
+    "combiner-plan": {"plan": halves},
+}
+
+
+def make(spec, causal, heads=2, width=4, **options):
+    torch.manual_seed(0)
+    base = SPECS.get(spec, {})
+    module = subquad.attention(spec, num_heads=heads, head_dim=width, causal=causal, **{**base, **options})
+    return module.double().eval()
+
+
+def draw(n, batch=2, heads=2, width=4, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, heads, n, width, generator=g, dtype=torch.float64).requires_grad_() for _ in range(3)]
+
+
+# ---- plans --------------------------------------------------------------------------------------------------
+
+
+def plans(causal, n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    assignment = tuple(torch.randint(0, 1 + math.isqrt(n), (n,), generator=g).tolist())
+    yield partitions.Fixed(causal=causal)
+    yield partitions.Fixed(causal=causal, span=7)
+    yield partitions.Logsparse(causal=causal)
+    for cols in (None, 1, 6, 400):
+        yield partitions.AxialVertical(causal=causal, cols=cols)
+        yield partitions.AxialHorizontal(causal=causal, cols=cols)
+        yield partitions.AxialHorizontal(causal=causal, cols=cols, split=True)
+        yield partitions.AxialRowmajor(causal=causal, cols=cols)
+    yield partitions.Routing(causal=causal, assignment=assignment)
+    yield partitions.Tree(causal=causal)
+    yield partitions.Tree(causal=causal, depth=3, span=2)
+    yield partitions.IndexSets(causal=causal, sets=halves)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_plans_are_partitions_for_every_length(causal):
+    for n in range(1, 301):
+        edge = {0, 1, n // 3, n // 2, n - 2, n - 1} & set(range(n))
+        for plan in plans(causal, n):
+            if n <= 40 or not isinstance(plan, partitions.IndexSets):  # which are made of n² numbers
+                plan.check(n, None if n <= 24 else sorted(edge))
+
+
+@given(st.integers(301, 3000), st.booleans(), st.data())
+def test_plans_are_partitions_for_long_sequences(n, causal, data):
+    i = data.draw(st.integers(0, n - 1))
+    for plan in plans(causal, n, seed=n):
+        if not isinstance(plan, partitions.IndexSets):
+            plan.check(n, [i])
+
+
+def test_a_plan_that_is_no_partition_is_refused():
+    def twice(n):
+        return [[i] for i in range(n)], [[range(n)] for _ in range(n)]
+
+    with pytest.raises(ValueError, match="query 0 of 3 are no partition"):
+        partitions.IndexSets(sets=twice).direct(3, 0)
+    with pytest.raises(ValueError, match="2 direct sets"):
+        partitions.IndexSets(sets=lambda n: ([[0]] * 2, [[]] * 2)).direct(3, 0)
+
+
+def test_cost_terms_are_those_of_section_3_1():
+    n, s = 64, 8
+    fixed = partitions.Fixed(span=s).cost(n)
+    assert fixed == (n * (s + n // s - 1), n // s, n)
+    causal = partitions.Fixed(span=s, causal=True).cost(n)
+    assert causal.groups == n // s - 1
+    assert causal.terms == sum(i % s + 1 + i // s for i in range(n))
+    assert partitions.Logsparse(causal=True).cost(n).terms == sum(1 + i.bit_count() for i in range(n))
+    tree = partitions.Tree(depth=2, span=4).cost(n)
+    assert tree == (n * (4 + 3 + 3), 16 + 4, n + 16)
+
+
+@pytest.mark.parametrize(
+    ("plan", "exponent"), [("fixed", 1.5), ("axial-vertical", 1.5), ("logsparse", 1.0), ("tree", 4 / 3)]
+)
+def test_counted_cost_grows_as_declared(plan, exponent):
+    small, large = (partitions.PLANS[plan](causal=True).cost(n).total for n in (512, 2048))
+    assert math.log(large / small, 4) <= exponent + 0.25
+
+
+def test_picture_shows_direct_and_local():
+    drawn = subquad.attention("combiner-fixed:span=3", num_heads=1, head_dim=2, causal=True).picture(7)
+    assert drawn[5].tolist() == [2, 2, 2, 1, 1, 1, 0]
+    mixed = subquad.attention("combiner-mixture:cols=3", num_heads=1, head_dim=2).picture(9)
+    assert mixed[4].tolist() == [2, 1, 2, 1, 1, 1, 2, 1, 2]
+
+
+# ---- the fast path and the definition -----------------------------------------------------------------------
+
+
+def agree(module, n, mask=None):
+    xs = draw(n, batch=1 if mask is None else len(mask))
+    fast, dense = module(*xs, key_mask=mask), module.dense(*xs, key_mask=mask)
+    torch.testing.assert_close(fast, dense, rtol=1e-9, atol=1e-9)
+    direction = torch.randn_like(fast)
+    targets = [*xs, *module.parameters()]
+    for a, b in zip(
+        *(torch.autograd.grad(y, targets, direction, allow_unused=True) for y in (fast, dense)), strict=True
+    ):
+        a, b = (torch.zeros(()) if g is None else g for g in (a, b))
+        torch.testing.assert_close(a.expand_as(b), b.expand_as(a), rtol=1e-9, atol=1e-9, check_dtype=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("abstraction", ABSTRACTIONS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_fast_equals_definition(spec, abstraction, causal):
+    module = make(spec, causal, abstraction=abstraction)
+    n = 33
+    agree(module, n)
+    gaps = torch.rand(3, n, generator=torch.Generator().manual_seed(1)) < torch.tensor([[0.7], [0.15], [0.0]])
+    agree(module, n, gaps)
+
+
+@given(st.sampled_from(sorted(SPECS)), st.booleans(), st.integers(1, 40), st.integers(0, 2**16))
+def test_fast_equals_definition_anywhere(spec, causal, n, bits):
+    mask = torch.tensor([[bool(bits >> (i % 16) & 1) for i in range(n)]])
+    agree(make(spec, causal), n, mask)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [63, 64, 65, 127, 128, 129, 200])
+def test_logsparse_at_powers_of_two(n, causal):
+    agree(make("combiner-logsparse", causal), n)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [9, 24, 31])
+def test_options_at_their_limits(n, causal):
+    for spec in ("combiner-axial:cols=1", "combiner-axial:cols=50", "combiner-axial:plan=horizontal,cols=1",
+                 "combiner-axial:plan=rowmajor,cols=1", "combiner-axial:plan=horizontal,split=true,cols=2",
+                 "combiner-fixed:span=1", "combiner-fixed:span=50", "combiner-tree:span=2,depth=8",
+                 "combiner-tree:span=40", "combiner-routing:clusters=1", "combiner-routing:clusters=60"):  # fmt: skip
+        agree(make(spec, causal), n)
+
+
+@pytest.mark.parametrize("n", [15, 16, 17, 23])
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_summary_leaks_the_future(spec, n):
+    """By value and by gradient, at every position."""
+    module = make(spec, True)
+    xs = draw(n, batch=1)
+    base = module(*xs)
+    for t in range(1, n):
+        moved = [x.detach().clone() for x in xs]
+        for x in moved:
+            x[:, :, t] += 3.0
+        assert torch.equal(module(*moved)[:, :, :t], base[:, :, :t])
+        for g in torch.autograd.grad(base[:, :, :t].sum(), xs, retain_graph=True):
+            assert not g[:, :, t:].any()
+
+
+@pytest.mark.parametrize("n", [63, 65])
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_gradient_from_the_future_across_blocks(spec, n):
+    xs = draw(n, batch=1)
+    base = make(spec, True)(*xs)
+    for t in range(1, n):
+        for g in torch.autograd.grad(base[:, :, t - 1].sum(), xs, retain_graph=True):
+            assert not g[:, :, t:].any()
+
+
+# ---- relations between the mechanisms -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tree_of_one_level_is_fixed(causal):
+    xs = draw(50)
+    tree, fixed = make("combiner-tree", causal, span=6, depth=1), make("combiner-fixed", causal, span=6)
+    assert torch.equal(tree(*xs), fixed(*xs))
+    torch.testing.assert_close(tree.weights(*xs[:2]), fixed.weights(*xs[:2]))
+
+
+def test_mixture_is_the_mean_of_its_components():
+    xs = draw(30)
+    parts = [make(f"combiner-axial:plan={p}", True, cols=5)(*xs) for p in ("vertical", "horizontal")]
+    torch.testing.assert_close(make("combiner-mixture", True, cols=5)(*xs), sum(parts) / 2)
+
+
+def test_joint_counts_the_direct_part_once():
+    q, k, _ = draw(12, batch=1)
+    module = make("combiner-mixture:joint=true", False, cols=4)
+    one = make("combiner-axial", False, cols=4)
+    i, j = 0, 5  # j is in another row and column of i: a group of the vertical and of the horizontal plan holds it
+    direct = [c for c in range(12) if c // 4 == i // 4 or c % 4 == i % 4]
+    joint, single = module.weights(q, k)[0, 0, i], one.weights(q, k)[0, 0, i]
+    ratio = joint[direct] / single[direct]
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))  # one softmax: direct weights keep their ratios
+    assert joint[j] > 0 and ratio[0] < 1  # and share the total with two sets of groups
+
+
+def test_one_span_is_full_attention():
+    xs = draw(20)
+    full = subquad.attention("full", num_heads=2, head_dim=4, causal=True)(*xs)
+    torch.testing.assert_close(make("combiner-fixed", True, span=20)(*xs), full)
+
+
+def test_impossible_options_are_refused():
+    with pytest.raises(ValueError, match="split=True belongs to plan=horizontal"):
+        make("combiner-axial:split=true", False)
+    with pytest.raises(ValueError, match="joint=True is for the axial plans"):
+        make("combiner-mixture:plans=fixed+axial-vertical,joint=true", False)
+    with pytest.raises(ValueError, match="split=True belongs to axial-horizontal"):
+        make("combiner-mixture:plans=fixed,split=true", False)
+    with pytest.raises(TypeError, match="plan must be a function"):
+        make("combiner-plan", False, plan=None)
+    with pytest.raises(ValueError, match="plan has causal=True"):
+        make("combiner-plan", False, plan=partitions.Fixed(causal=True))
+    with pytest.raises(ValueError, match="plain groups"):
+        make("combiner-plan", False, plan=partitions.Tree())(*draw(20))
+
+
+# ---- routing ------------------------------------------------------------------------------------------------
+
+
+def test_routing_learns_in_training_and_rests_in_evaluation():
+    module = make("combiner-routing", True)
+    xs, before = draw(40), module.centroids.clone()
+    module(*xs)
+    assert torch.equal(module.centroids, before)
+    module.train()
+    out = module(*xs)
+    assert torch.equal(out, make("combiner-routing", True)(*xs))  # a call uses the centroids it found
+    assert not torch.equal(module.centroids, before)
+    torch.testing.assert_close(module.centroids.norm(dim=-1), torch.ones(2, 3, dtype=torch.float64))
+    fresh = make("combiner-routing", True)
+    fresh.load_state_dict(module.state_dict())
+    assert torch.equal(fresh.centroids, module.centroids)
+
+
+def test_routing_moves_centroids_by_the_declared_average():
+    module = make("combiner-routing", False, heads=1, clusters=2, decay=0.5).train()
+    q, k, v = draw(10, batch=1, heads=1)
+    mask = torch.tensor([[True] * 8 + [False] * 2])
+    before, cluster = module.centroids.clone(), module.assign(q, k)[0, 0]
+    module(q, k, v, key_mask=mask)
+    x = (torch.nn.functional.normalize(q, dim=-1) + torch.nn.functional.normalize(k, dim=-1))[0, 0, :8] / math.sqrt(2)
+    for c in range(2):
+        mine = x[cluster[:8] == c]
+        wanted = (
+            before[0, c] if len(mine) == 0 else torch.nn.functional.normalize((before[0, c] + mine.mean(0)) / 2, dim=-1)
+        )
+        torch.testing.assert_close(module.centroids[0, c], wanted)
+
+
+def test_routing_finds_clusters():
+    """k-means: tokens around two directions end in two clusters."""
+    module = make("combiner-routing", False, heads=1, clusters=2, decay=0.9).train()
+    direction = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]], dtype=torch.float64)
+    which = torch.arange(60) % 2
+    x = (direction[which] + 0.1 * torch.randn(60, 4, dtype=torch.float64))[None, None]
+    module.centroids.copy_(torch.nn.functional.normalize(direction + 0.5, dim=-1)[None])
+    for _ in range(50):
+        module(x, x, x)
+    assert (module.assign(x, x)[0, 0] == module.assign(x, x)[0, 0, 0]).tolist() == (which == 0).tolist()
+    torch.testing.assert_close(module.centroids[0], direction, atol=0.1, rtol=0)
+
+
+# ---- pools --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 20), st.sampled_from(["max", "mean"]), st.integers(0, 2**10))
+def test_pools_leave_padding_out(n, pool, seed):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, 1, n, 3, generator=g, dtype=torch.float64)
+    real = torch.rand(1, 1, n, 1, generator=g) < 0.6
+    over = torch.amax if pool == "max" else torch.mean
+    spoilt = torch.where(real, x, 1e9)
+    got = {
+        "up to i": pooled(spoilt, pool, real, prefixes(2)),
+        "others": pooled(spoilt, pool, real, others(2)),
+        "nodes": pooled(spoilt, pool, real, binary_nodes),
+    }
+    for i in range(n):
+        low = i + 1 - ((i + 1) & -(i + 1))
+        sets = {"up to i": range(i + 1), "others": [j for j in range(n) if j != i], "nodes": range(low, i + 1)}
+        for name, members in sets.items():
+            kept = [j for j in members if real[0, 0, j]]
+            wanted = over(x[0, 0, kept], 0) if kept else torch.zeros(3, dtype=torch.float64)
+            torch.testing.assert_close(got[name][0, 0, i], wanted, atol=1e-6, rtol=0)
+
+
+def test_maximum_of_all_others_with_ties():
+    x = torch.tensor([2.0, 2.0, 1.0]).view(1, 1, 3, 1)
+    assert others(2)(x, "max").flatten().tolist() == [2, 2, 2]
+    x = torch.tensor([3.0, 2.0, 1.0]).view(1, 1, 3, 1)
+    assert others(2)(x, "max").flatten().tolist() == [2, 3, 3]

@@ -1,0 +1,403 @@
+"""SBM attention: samplers, gradients of eq. 9, options, density, and the study of repeated tokens."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import subquad
+from subquad.attention import sbm
+from subquad.kernels import gated
+from subquad.kernels.edges import EdgeList
+from subquad.studies import repeated_tokens, sbm_pictures
+from subquad.supports import sampling
+from subquad.supports.sampling import Rules, draw_seed, fastrg, sample, sample_edges
+
+
+def model(n=5, m=6, k=3, top=1.0, seed=0):
+    """Memberships and block matrix with probabilities up to about `top`: y (n, k), block (k, k), z (m, k)."""
+    draw = torch.Generator().manual_seed(seed)
+    y, z = torch.rand(n, k, generator=draw), torch.rand(m, k, generator=draw)
+    return top * y, torch.softmax(torch.randn(k * k, generator=draw), 0).view(k, k), z
+
+
+def draw_many(count, y, block, z, **options):
+    """`count` independent graphs, (count, n, m) bool."""
+    generator = torch.Generator().manual_seed(7)
+    y, z = (x.expand(count, 1, *x.shape) for x in (y, z))
+    return sample_edges(y, block[None], z, generator=generator, **options)[0].to_mask()
+
+
+def draw_torch(count, y, block, z, **options):
+    """The same by the path of other devices."""
+    rules = Rules(**options)
+    w, z = ((y @ block).expand(count, 1, *y.shape), z.expand(count, 1, *z.shape))
+    settings = (rules.sampler, rules.causal, rules.exploration, rules.reach, 2.0)
+    indptr, indices, _, _ = sampling._sample_torch(w, z, torch.tensor(7), None, *settings)
+    return EdgeList(indptr, indices, z.shape[2]).to_mask()
+
+
+def check_moments(masks, p):
+    """Every frequency within 5 standard errors of p, no two edges correlated."""
+    count = len(masks)
+    x = masks.flatten(1).double()
+    p = p.flatten().double()
+    error = (p * (1 - p) / count).sqrt() + 1e-12
+    assert ((x.mean(0) - p).abs() / error).max() < 5
+    varied = (p > 0) & (p < 1)
+    unit = ((x - p) / (p * (1 - p)).sqrt())[:, varied]
+    correlation = (unit.mT @ unit / count).fill_diagonal_(0) * math.sqrt(count)
+    assert correlation.abs().max() < 5.5  # 435 pairs: 5 is passed by chance now and then
+
+
+@pytest.mark.parametrize("switch", [0.0, 100.0], ids=["looked-at", "thinned"])
+@pytest.mark.parametrize("sampler", ["exact", "fastrg", "bernoulli"])
+@pytest.mark.parametrize("top", [0.1, 1.0])
+def test_every_edge_has_its_probability_and_no_two_are_correlated(monkeypatch, sampler, top, switch):
+    monkeypatch.setattr(sampling, "SWITCH", switch)
+    y, block, z = model(top=top)
+    p = y @ block @ z.mT
+    p = -torch.expm1(-p) if sampler == "fastrg" else p
+    check_moments(draw_many(20_000, y, block, z, sampler=sampler), p)
+
+
+@pytest.mark.parametrize("sampler", ["exact", "fastrg", "bernoulli"])
+def test_other_devices_draw_the_same_distribution(monkeypatch, sampler):
+    monkeypatch.setattr(sampling, "SWITCH", 100.0)
+    y, block, z = model()
+    p = y @ block @ z.mT
+    p = -torch.expm1(-p) if sampler == "fastrg" else p
+    check_moments(draw_torch(20_000, y, block, z, sampler=sampler), p)
+    p = torch.maximum((p + 0.2 * (1 - p)), (torch.arange(5)[:, None] == torch.arange(6)).float()).tril()
+    masks = draw_torch(20_000, y, block, z, sampler=sampler, exploration=0.2, reach=0, causal=True)
+    check_moments(masks, p)
+
+
+def test_algorithm_1_counts_and_merges():
+    y, block, z = model()
+    graph, source, target = fastrg(*(x.expand(4000, *x.shape) for x in (y, block, z)), torch.Generator().manual_seed(0))
+    counts = torch.bincount((graph * 5 + source) * 6 + target, minlength=4000 * 30).view(4000, 5, 6).double()
+    p = (y @ block @ z.mT).double()
+    assert ((counts.mean(0) - p).abs() / (p / 4000).sqrt()).max() < 5  # Poisson(p): mean and variance are p
+    assert ((counts.var(0) - p).abs() / (p * (1 + 2 * p) / 4000).sqrt()).max() < 6
+
+
+def test_exploration_window_self_loops_and_causality_in_the_moments(monkeypatch):
+    y, block, z = model(6, 6)
+    p = y @ block @ z.mT
+    explored = p + 0.2 * (1 - p)
+    near = (torch.arange(6)[:, None] - torch.arange(6)).abs()
+    for switch in (0.0, 100.0):
+        monkeypatch.setattr(sampling, "SWITCH", switch)
+        check_moments(draw_many(20_000, y, block, z, exploration=0.2), explored)
+        loops = draw_many(20_000, y, block, z, self_loops=True, causal=True)
+        check_moments(loops, p.masked_fill(near == 0, 1).tril())
+        check_moments(draw_many(20_000, y, block, z, window=2), p.masked_fill(near <= 1, 1))
+
+
+@pytest.mark.parametrize("sampler", ["exact", "fastrg", "bernoulli"])
+def test_degenerate_inputs(sampler):
+    def degrees(y, block, z, **options):
+        edges, _ = sample_edges(y, block, z, sampler=sampler, generator=torch.Generator().manual_seed(0), **options)
+        assert (edges.indices >= 0).all() and (edges.indices < z.shape[2]).all()
+        return edges.degrees
+
+    one = torch.ones(1, 1, 1)
+    assert degrees(torch.zeros(2, 1, 9, 1), one, torch.ones(2, 1, 9, 1)).sum() == 0  # p = 0
+    sure = degrees(torch.ones(1, 1, 300, 1), one, torch.ones(1, 1, 300, 1))  # p = 1
+    assert (sure == 300).all() if sampler != "fastrg" else abs(sure.double().mean() / 300 - 1 + math.exp(-1)) < 0.01
+    near_one = degrees(torch.full((1, 1, 300, 1), 0.999), one, torch.ones(1, 1, 300, 1))
+    assert near_one.double().mean() > (298 if sampler != "fastrg" else 180)
+    assert degrees(torch.ones(3, 1, 1, 1) * 0.5, one, torch.ones(3, 1, 1, 1)).shape == (3, 1)  # n = 1
+    nobody = torch.zeros(2, 9, dtype=torch.bool)
+    everything = {"key_mask": nobody, "exploration": 0.5, "window": 4}
+    assert degrees(torch.ones(2, 1, 9, 1), one, torch.ones(2, 1, 9, 1), **everything).sum() == 0
+    half = torch.zeros(1, 1, 300, 1)
+    half[:, :, ::2] = 0.02
+    rows = degrees(half, one, torch.ones(1, 1, 300, 1))[0]
+    assert rows[1::2].sum() == 0 and rows[::2].sum() > 0
+
+
+@given(
+    st.integers(1, 70),
+    st.sampled_from(["exact", "fastrg", "bernoulli"]),
+    st.booleans(),
+    st.sampled_from([0.0, 0.1]),
+    st.integers(-1, 3),
+    st.integers(0, 10_000),
+)
+def test_lists_are_sorted_and_equal_the_mask_of_the_same_seed(n, sampler, causal, exploration, reach, seed):
+    draw = torch.Generator().manual_seed(seed)
+    w, z = torch.rand(2, 2, n, 3, generator=draw), torch.rand(2, 2, n, 3, generator=draw)
+    w = w * torch.rand(2, 2, n, 1, generator=draw) ** 4 / 3  # some rows are thinned, some looked at
+    real = torch.rand(2, n, generator=draw) < 0.8
+    settings = (sampler, causal, exploration, reach)
+    listed = sample(w, z, torch.tensor(seed), real, Rules(*settings, 2.0))
+    masked = sample(w, z, torch.tensor(seed), real, Rules(*settings, -1.0))
+    edges = EdgeList(listed.indptr, listed.indices, n)
+    mask = gated.unpack_mask(masked.mask, (4, n, n))
+    assert torch.equal(edges.to_mask(), mask) and listed.mask.numel() == masked.indices.numel() == 0
+    assert torch.equal(listed.indptr, masked.indptr) and torch.equal(edges.degrees, mask.sum(-1))
+    inside = torch.ones(edges.num_edges, dtype=torch.bool)
+    inside[edges.indptr[:, :-1].flatten()[edges.degrees.flatten() > 0]] = False  # not the first of a row
+    assert (edges.indices.diff() > 0)[inside[1:]].all() if edges.num_edges > 1 else True
+    assert not mask[~real.repeat_interleave(2, 0)[:, None].expand_as(mask)].any()
+    assert not causal or not mask.triu(1).any()
+    assert torch.equal(gated.unpack_mask(gated.pack_mask(mask), mask.shape), mask)
+
+
+def test_later_tokens_and_padding_do_not_move_the_random_numbers():
+    draw = torch.Generator().manual_seed(0)
+    w, z = torch.rand(1, 1, 40, 3, generator=draw) / 20, torch.rand(1, 1, 40, 3, generator=draw)
+    seed, rules = torch.tensor(3), Rules("exact", True, 0.05, -1, -1.0)
+    mask = gated.unpack_mask(sample(w, z, seed, None, rules).mask, (40, 40))
+    w2, z2 = w.clone(), z.clone()
+    w2[:, :, 30:], z2[:, :, 30:] = 0.9, 0.9
+    assert torch.equal(gated.unpack_mask(sample(w2, z2, seed, None, rules).mask, (40, 40))[:30], mask[:30])
+    real = torch.ones(1, 47, dtype=torch.bool)
+    real[:, [0, 1, 5, 20, 21, 46, 33]] = False
+    w3, z3 = torch.rand(2, 1, 1, 47, 3, generator=draw)
+    w3[:, :, real[0]], z3[:, :, real[0]] = w, z
+    padded = gated.unpack_mask(sample(w3, z3, seed, real, rules).mask, (47, 47))
+    assert torch.equal(padded[real[0]][:, real[0]], mask)
+
+
+# ---- the mechanism --------------------------------------------------------------------------------------------------
+
+
+def make(n=0, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    return subquad.attention("sbm", num_heads=2, head_dim=8, **{"clusters": 5, **options}).to(dtype)
+
+
+def inputs(n, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 2, n, 8, generator=draw, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def reference(a, q, k, v, mask):
+    """Equations 3-7 and 9, in plain autograd on a given mask."""
+
+    def member(x, h):
+        hidden = torch.relu(x @ a.mlp["weight1"][h] + a.mlp["bias1"][h])
+        return torch.sigmoid((hidden @ a.mlp["weight2"][h] + a.mlp["bias2"][h]) @ a.clusters[h].mT)
+
+    heads = []
+    for h in range(2):
+        c = a.clusters[h]
+        block = (c @ c.mT).exp() / (c @ c.mT).exp().sum()
+        p = member(q[:, h], h) @ block @ member(k[:, h], h).mT
+        through = mask[:, h].double() * (1 + p - p.detach())  # the mask by value, p by gradient
+        scores = q[:, h] @ k[:, h].mT / math.sqrt(8)
+        scores = scores * through if a.options.ste == "pre" else scores
+        e = scores.exp() * mask[:, h]
+        weights = e / e.sum(-1, keepdim=True).clamp_min(1e-300)
+        heads.append((weights * through if a.options.ste == "post" else weights) @ v[:, h])
+    return torch.stack(heads, 1)
+
+
+@pytest.mark.parametrize("path", ["edges", "dense"])
+@pytest.mark.parametrize(
+    "options", [{}, {"ste": "post"}, {"causal": True, "window": 5}, {"sampler": "fastrg"}], ids=str
+)
+def test_values_and_gradients_of_eq_9(monkeypatch, path, options):
+    monkeypatch.setattr(sbm, "CROSSOVER", -1.0 if path == "dense" else 2.0)
+    a, xs = make(**options), inputs(37)
+    real = torch.rand(2, 37, generator=torch.Generator().manual_seed(2)) < 0.8
+    out = a(*xs, key_mask=real)
+    assert a.last_path == path
+    mask = a.last_mask()
+    assert not mask[~real[:, None, None].expand_as(mask)].any()
+    clean = [x.masked_fill(~real[:, None, :, None], 0) if i else x for i, x in enumerate(xs)]
+    expected = reference(a, *clean, mask)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    targets, direction = [*xs, *a.parameters()], torch.randn(out.shape, dtype=out.dtype)
+    got = torch.autograd.grad(out, targets, direction)
+    for x, y in zip(got, torch.autograd.grad(expected, targets, direction), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+        assert x.abs().max() > 0
+
+
+@pytest.mark.parametrize("path", ["edges", "dense"])
+@pytest.mark.parametrize("post", [False, True])
+def test_the_plain_path_of_other_devices_with_dropout(path, post):
+    q, k, v = inputs(19)
+    draw = torch.Generator().manual_seed(3)
+    w, z = (torch.rand(2, 2, 19, 3, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
+    drawn = sample(w / 3, z, torch.tensor(1), None, Rules(crossover=-1.0 if path == "dense" else 2.0))
+    arguments = (q, k, v, w, z, drawn.indptr, drawn.indices, drawn.mask, torch.tensor(5), 0.4, 0.3, post, False)
+    outs = [gated._attention_op(*arguments), gated._plain(*arguments)]
+    torch.testing.assert_close(*outs)
+    grads = [torch.autograd.grad(out.square().sum(), (q, k, v, w, z)) for out in outs]
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_initial_density_is_a_quarter():
+    torch.manual_seed(0)
+    a = subquad.attention("sbm", num_heads=8, head_dim=64).eval()
+    q, k, v = torch.randn(3, 1, 8, 512, 64)
+    with torch.no_grad():
+        a(q, k, v)
+    assert a.options.clusters == 128
+    assert 0.23 < a.last_density.mean() < 0.27 and a.last_density.shape == (8,)
+    assert a.last_path == "dense" and a.last_statistics["dense_rows"] == 1
+
+
+def test_exploration_only_in_training_and_the_sampler_reports_what_it_did():
+    a, xs = make(exploration=0.5, clusters=3), inputs(200)
+    with torch.no_grad():
+        a.mlp["weight2"].zero_()
+        a.mlp["bias2"].copy_(-4 * a.clusters.mean(1, keepdim=True))
+        a.clusters.copy_(a.clusters.mean(1, keepdim=True).expand_as(a.clusters))
+        a.mlp["bias2"].mul_(2 / (a.clusters[:, :1] * a.mlp["bias2"]).sum(-1, keepdim=True).abs())  # p = sigmoid(-2)²
+    a.train()(*xs)
+    assert abs(a.last_density.mean() - 0.5) < 0.05 and a.last_path == "dense"
+    a.eval()(*xs)
+    p = 1 / (1 + math.exp(2))
+    assert abs(a.last_density.mean() - p * p) < 0.005 and a.last_path == "edges"
+    report = a.last_statistics
+    assert report["dense_rows"] == 0 and report["proposals"] >= report["edges"] > 0
+
+
+def test_a_generator_makes_evaluation_repeatable():
+    a, xs = make().eval(), inputs(33)
+    outs = []
+    for seed in (4, 4, 5):
+        a.generator = torch.Generator().manual_seed(seed)
+        outs.append(a(*xs))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    a.generator = torch.Generator().manual_seed(4)
+    weights = a.weights(*xs[:2])
+    a.generator = torch.Generator().manual_seed(4)
+    a(*xs)
+    assert torch.equal(weights > 0, a.last_mask())
+    assert draw_seed(torch.Generator().manual_seed(1)) == draw_seed(torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": 4}, {"self_loops": True, "causal": True}], ids=str
+)
+def test_density_loss(options):
+    a, xs = make(exploration=0.0, **options), inputs(21)
+    real = torch.arange(21) < torch.tensor([21, 13])[:, None]
+    a(*xs, key_mask=real)
+    seen = (real[:, None, None] & real[:, None, :, None]).expand(2, 2, 21, 21)
+    seen = seen.tril() if a.options.causal else seen
+    density = (a.last_mask() & seen).sum((0, 2, 3)) / seen.sum((0, 2, 3))
+    torch.testing.assert_close(a.last_density, density)
+    loss = a.density_loss()
+    torch.testing.assert_close(loss.item(), density.mean().item())
+    near = (torch.arange(21)[:, None] - torch.arange(21)).abs()
+    free = seen & (near > sampling.pinned_reach(a.options.self_loops, a.options.window))
+    w, z = a.memberships(xs[0], xs[1].masked_fill(~real[:, None, :, None], 0))
+    expected = ((w @ z.mT) * free).sum() / seen.sum()
+    targets = [xs[0], xs[1], *a.parameters()]
+    for x, y in zip(torch.autograd.grad(loss, targets), torch.autograd.grad(expected, targets), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-12)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        make_layer = lambda: subquad.MultiheadAttention(8, 2, attention="sbm:clusters=4", batch_first=True)  # noqa: E731
+        self.layers = nn.ModuleList(make_layer() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+def test_a_model_collects_the_loss_of_its_layers_and_learns_to_be_sparse():
+    torch.manual_seed(0)
+    net = Two()
+    x = torch.randn(2, 30, 8)
+    net(x)
+    each = [layer.attention.density_loss() for layer in net.layers]
+    assert sbm.density_loss(net).item() == pytest.approx((each[0] + each[1]).item() / 2)
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    before = sbm.density_loss(net).item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        net(x)
+        sbm.density_loss(net).backward()
+        optimizer.step()
+    assert sbm.density_loss(net).item() < before / 2
+    with pytest.raises(ValueError, match="no SBM attention"):
+        sbm.density_loss(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="not been called"):
+        _ = make().last_density
+
+
+def test_options_that_do_not_exist_are_refused():
+    for wrong in ({"sampler": "gumbel"}, {"exploration": 1.0}, {"clusters": 0}, {"ste": "both"}, {"window": 0}):
+        with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+            make(**wrong)
+    with pytest.raises(ValueError, match="sampler"):
+        Rules("gumbel")
+
+
+# ---- the study and the pictures -------------------------------------------------------------------------------------
+
+
+def test_repeated_tokens_are_labelled(monkeypatch):
+    tokens = torch.tensor([[1, 4, 3, 7, 3, 2, 3, 1]])  # the paper's example
+    monkeypatch.setattr(torch, "randint", lambda *a, **k: tokens)
+    assert repeated_tokens.sequences(1, 8, None)[1].tolist() == [[1, 0, 1, 0, 1, 0, 1, 1]]
+
+
+def test_the_study_goes_on_after_a_kill(tmp_path, monkeypatch):
+    monkeypatch.setattr(repeated_tokens, "CHECKPOINT", 2)
+    setting = repeated_tokens.Setting(length=8, width=8, batch=4, steps=5)
+    whole = repeated_tokens.train("sbm:clusters=4", tmp_path / "whole", setting)
+
+    def stop(record):
+        if record["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        repeated_tokens.train("sbm:clusters=4", tmp_path / "cut", setting, stop)
+    log = tmp_path / "cut" / "sbm-clusters=4.jsonl"
+    log.write_text(log.read_text() + '{"attention": "sb')
+    assert repeated_tokens.train("sbm:clusters=4", tmp_path / "cut", setting) == whole == repeated_tokens.read(log)
+    results = repeated_tokens.run(tmp_path / "cut", ["sbm:clusters=4", "full"], setting)
+    assert results["full"]["density"] == 1 and 0 < results["sbm:clusters=4"]["density"] < 1
+    assert (tmp_path / "cut" / "repeated_tokens.png").stat().st_size > 1000
+
+
+def test_pictures(tmp_path):
+    means = [float(sbm_pictures.block_model(*place).mean()) for place in sbm_pictures.placements().values()]
+    assert means[0] > 0.9 > 0.2 > means[1] > 0.1 > 0.01 > means[2]
+    p = sbm_pictures.block_model(*sbm_pictures.placements()["in groups: blocks"])
+    groups = p.view(3, 8, 3, 8).mean((1, 3))
+    assert groups.diagonal().min() > 3 * (groups - groups.diagonal().diag()).max()
+    net = Two()
+    batches = [(torch.randn(2, 12, 8),) for _ in range(3)]
+    found = sbm_pictures.densities(net, batches)
+    assert found.shape == (3, 2, 2) and ((found > 0) & (found < 1)).all()
+    q, k, _ = (x.detach() for x in inputs(12))
+    files = [
+        sbm_pictures.draw_placements(tmp_path / "3.png"),
+        sbm_pictures.draw_masks(make().eval(), q, k, tmp_path / "masks.png"),
+        sbm_pictures.draw_densities({"two": found}, tmp_path / "5.png"),
+        sbm_pictures.draw_attended(net, batches[0], tmp_path / "7.png", height=3),
+    ]
+    assert all(file.stat().st_size > 1000 for file in files)
+    with pytest.raises(ValueError, match="height must divide"):
+        sbm_pictures.draw_attended(net, batches[0], tmp_path / "7.png", height=5)
+
+
+def test_half_precision_and_frozen_clusters():
+    a = make(dtype=torch.float32).requires_grad_(False)
+    q, k, v = inputs(40, torch.float32)
+    out = a(q, k, v)
+    loss = F.mse_loss(out, torch.zeros_like(out))
+    (grad,) = torch.autograd.grad(loss, v)
+    assert grad.abs().max() > 0
+    half = make(dtype=torch.bfloat16)(*(x.detach().bfloat16() for x in (q, k, v)))
+    assert half.dtype == torch.bfloat16 and half.isfinite().all()
