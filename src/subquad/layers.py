@@ -41,7 +41,7 @@ class Projections:
         layer, e = self.layer, self.layer.embed_dim
         rows = slice(which * e, (which + 1) * e)
         if layer.in_proj_weight is not None:
-            weight = layer.in_proj_weight[rows]
+            weight: Any = layer.in_proj_weight[rows]
         else:
             weight = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)[which]
         return self._split(F.linear(x, weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]))
@@ -147,7 +147,8 @@ class MultiheadAttention(nn.Module):
         seen = self._attn_mask(attn_mask, is_causal, tokens[0].shape[1], tokens[1].shape[1])
         project = Projections(self)
         extra: dict[str, Any] = {} if seen is None else {"seen": seen}
-        mixed = self.attention.attend_tokens(*tokens, project, key_mask, **extra)  # (B, n, E)
+        query, key, value = tokens
+        mixed = self.attention.attend_tokens(query, key, value, project, key_mask, **extra)  # (B, n, E)
         out = self.out_proj(mixed)
         weights = self._weights(tokens, project, key_mask, extra, average_attn_weights) if need_weights else None
         out = out if self.batch_first else out.transpose(0, 1)

@@ -259,8 +259,16 @@ def example(name: str, n: int, causal: bool) -> dict[str, Any]:
         "bigbird": {"block": 4, "random_blocks": 2, "global_blocks": 1},
         "composite-slice": {"slice_length": 8},
         "pattern": {"sets": (gap & (gap - 1)) == 0},
+        "combiner-routing": {"clusters": 8},
+        "combiner-plan": {"plan": _nearby_and_sides},
     }
     return examples.get(name, {})
+
+
+def _nearby_and_sides(n: int):
+    """A plan of one's own: four neighbours on each side directly, what is before and what is behind as two groups."""
+    near = [range(max(0, i - 4), min(n, i + 5)) for i in range(n)]
+    return near, [[range(keys.start), range(keys.stop, n)] for keys in near]
 
 
 def draw_gallery(names: Sequence[str] | None = None, n: int = 64, columns: int = 6) -> Figure:

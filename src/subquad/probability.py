@@ -43,7 +43,7 @@ class ProbabilityMap(nn.Module):
 
     def weigh(self, z: Tensor) -> Tensor:
         """Weights of rows z (..., S) in float32 or float64: maximum 0, disallowed entries -inf."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} leaves this to a subclass")
 
     def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
         _check_inputs(scores, mask)

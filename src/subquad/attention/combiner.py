@@ -54,7 +54,7 @@ class Combiner(Attention):
     @property
     def partition(self) -> Partition:
         """The plan as index sets."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} leaves this to a subclass")
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
@@ -63,7 +63,7 @@ class Combiner(Attention):
 
     def combine(self, q: Tensor, k: Tensor, v: Tensor, exists: Tensor | None) -> Tensor:
         """q, k, v (B, H, n, d) in float32 or float64; exists bool (B, 1, n) or None."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} leaves this to a subclass")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return attend_in_float(self.combine, q, k, v, key_mask)

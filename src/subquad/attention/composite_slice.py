@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +85,9 @@ class SliceOptions(Options):
 class SliceMLP(nn.Module):
     """Two layers that mix the L places of a slice, dropout on the units; causal by masks on the weights."""
 
+    unread: Tensor
+    unsaid: Tensor
+
     def __init__(self, length: int, hidden: int, causal: bool) -> None:
         super().__init__()
         self.first = nn.Linear(length, hidden, bias=False)
@@ -134,12 +137,12 @@ class CompositeSlice(Attention):
         super().__init__(options)
         o, coarser = options, range(options.levels - 1)
         own = () if o.share_weights else (OwnWeights(o.num_heads, o.head_dim) for _ in coarser)
-        self.own = nn.ModuleList(own)
+        self.own: Any = nn.ModuleList(own)
         mlps = (SliceMLP(o.slice_length, o.hidden or o.slice_length, o.causal) for _ in coarser)
         self.mlps = nn.ModuleList(mlps if o.local == "mlp" else ())
         weights = (nn.Parameter(torch.ones(o.slice_length)) for _ in coarser)
         self.pools = nn.ParameterList(weights if o.pool == "linear" else ())
-        self.positions = None if o.positions == "none" else self._make_positions()
+        self.positions: Any = None if o.positions == "none" else self._make_positions()
 
     def _make_positions(self) -> MultiScalePositions:
         o = self.options

@@ -105,7 +105,7 @@ class PatternAttention(Attention):
     def __init__(self, options: PatternOptions) -> None:
         super().__init__(options)
         self.pattern = self.make_pattern(options)
-        self.maps = nn.ModuleList(options.probability_map(len(heads)) for heads, _ in self.head_groups())
+        self.maps: Any = nn.ModuleList(options.probability_map(len(heads)) for heads, _ in self.head_groups())
 
     def make_pattern(self, options: Any) -> Pattern:
         own = {key: getattr(options, key) for key in self.passed}
@@ -152,8 +152,8 @@ class PatternAttention(Attention):
         """Any probability map over the edges: scores, map, sum."""
         heads, given = q.shape[1], (self.pattern, index(q.shape[2]), family)
         pairs = [
-            tuple(constant(_bucket, *given, bucket, which).to(q.device) for which in (0, 1))
-            for bucket in range(_bucket_count(*given))
+            (constant(_bucket, *given, b, 0).to(q.device), constant(_bucket, *given, b, 1).to(q.device))
+            for b in range(_bucket_count(*given))
         ]
         buckets = pairs, constant(_place, *given).to(q.device)
         allowed = None

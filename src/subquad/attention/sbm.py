@@ -143,6 +143,17 @@ class Sbm(Attention):
         seen = seen.tril() if self.options.causal else seen
         return p * (seen if key_mask is None else seen & key_mask[:, None, None, :])
 
+    @torch.no_grad()
+    def picture(self, n: int) -> Tensor:
+        """A graph per head, (H, n, n), sampled for random tokens; the support itself is everybody."""
+        draw, own = torch.Generator().manual_seed(0), self.generator
+        q, k = torch.randn(2, 1, self.options.num_heads, n, self.options.head_dim, generator=draw)
+        self.generator = draw
+        try:
+            return self.draw_mask(*self.memberships(q.to(self.clusters), k.to(self.clusters)), None)[0].int()
+        finally:
+            self.generator = own
+
     # ---- after a call ----
 
     @property

@@ -79,11 +79,11 @@ class Partition:
 
     def direct(self, n: int, i: int) -> Iterable[int]:
         """Ω_i^0."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} leaves this to a subclass")
 
     def groups(self, n: int, i: int) -> list[Group]:
         """Ω_i^1 … Ω_i^m, none of them empty."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} leaves this to a subclass")
 
     def support(self, n: int, i: int) -> range:
         return range(i + 1) if self.causal else range(n)
