@@ -71,7 +71,7 @@ def plans(causal, n, seed=0):
 @pytest.mark.parametrize("causal", [False, True])
 def test_plans_are_partitions_for_every_length(causal):
     for n in range(1, 301):
-        edge = {0, 1, n // 3, n // 2, n - 2, n - 1} & set(range(n))
+        edge = {0, n // 2, n - 1}
         for plan in plans(causal, n):
             if n <= 40 or not isinstance(plan, partitions.IndexSets):  # which are made of n² numbers
                 plan.check(n, None if n <= 24 else sorted(edge))
@@ -322,3 +322,15 @@ def test_maximum_of_all_others_with_ties():
     assert others(2)(x, "max").flatten().tolist() == [2, 2, 2]
     x = torch.tensor([3.0, 2.0, 1.0]).view(1, 1, 3, 1)
     assert others(2)(x, "max").flatten().tolist() == [2, 3, 3]
+
+
+def test_fidelity_study_measures_every_plan(tmp_path):
+    from subquad.studies import fidelity
+
+    rows = fidelity.run(32, steps=1, budgets=(1.0,))
+    assert {row.data for row in rows} == {"random", "trained"} and len(rows) == 2 * 7
+    assert all(0 <= row.variation <= 1 and row.error >= 0 for row in rows)
+    q, k, v = (torch.randn(1, 2, 32, 8) for _ in range(3))
+    assert max(fidelity.distances("combiner-fixed:span=32", q, k, v, True)) < 1e-5  # one span is full attention
+    assert fidelity.draw(rows, tmp_path / "fidelity.png").stat().st_size > 1000
+    assert fidelity.table(rows).count("\n") == len(rows)

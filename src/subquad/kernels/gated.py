@@ -194,11 +194,15 @@ def blocks(graphs: int, n: int, m: int, causal: bool) -> Iterator[tuple[slice, s
             yield slice(t, min(graphs, t + step)), slice(first, last), slice(0, min(m, last) if causal else m)
 
 
+def scratch(like: Tensor, graphs: int, n: int, m: int) -> Tensor:
+    """Room for the largest of the blocks: fresh pages for each would cost as much as a product."""
+    rows = max(1, min(n, BLOCK // m))
+    return like.new_empty(min(graphs, max(1, BLOCK // (rows * m))) * rows * m)
+
+
 def product(x: Tensor, y: Tensor, buffer: Tensor) -> Tensor:
-    """x @ y, batched, in a buffer that grows to the largest block: fresh pages would cost as much as the product."""
+    """x @ y, batched, into the buffer."""
     shape = (*x.shape[:2], y.shape[2])
-    if buffer.numel() < math.prod(shape):
-        buffer.resize_(math.prod(shape))
     return torch.bmm(x, y, out=buffer[: math.prod(shape)].view(shape))
 
 
@@ -210,7 +214,7 @@ def _dense_forward(q, k, v, mask, seed, scale, dropout, causal) -> Tensor:
     out = torch.empty(q.shape[:3] + v.shape[3:], dtype=q.dtype)
     x, y, u, o = _flat(q, k, v, out)
     bits = mask.numpy().reshape(len(x), x.shape[1], -1)  # (B·H, n, ⌈m / 8⌉)
-    draw, buffer = torch.Generator().manual_seed(int(seed)), q.new_empty(0)
+    draw, buffer = torch.Generator().manual_seed(int(seed)), scratch(q, len(x), x.shape[1], y.shape[1])
     for t, rows, keys in blocks(len(x), x.shape[1], y.shape[1], causal):
         a = product(x[t, rows], y[t, keys].mT, buffer)  # (g, rows, keys)
         _softmax(a.numpy(), bits[t, rows], a.numpy().dtype.type(scale))
@@ -225,13 +229,14 @@ def _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, post, causa
     do, x, y, u, a, b = _flat(grad, q, k, v, w, z)
     dx, dy, du, da, db = _flat(*grads)
     bits = mask.numpy().reshape(len(x), x.shape[1], -1)  # (B·H, n, ⌈m / 8⌉)
-    draw, buffers = torch.Generator().manual_seed(int(seed)), [q.new_empty(0) for _ in range(3)]
+    draw = torch.Generator().manual_seed(int(seed))
+    buffers = [scratch(q, len(x), x.shape[1], y.shape[1]) for _ in range(3)]
     number = np.dtype(str(q.dtype).removeprefix("torch.")).type
     for t, rows, keys in blocks(len(x), x.shape[1], y.shape[1], causal):
         s = product(x[t, rows], y[t, keys].mT, buffers[0])  # (g, rows, keys)
         dp = product(do[t, rows], u[t, keys].mT, buffers[1])
         drop = _dropped(s, dropout, draw) if dropout else s.new_empty(0, 0, 0)
-        g = buffers[2].resize_(max(s.numel(), buffers[2].numel()))[: s.numel()].view_as(s)
+        g = buffers[2][: s.numel()].view_as(s)
         arrays = (s.numpy(), dp.numpy(), bits[t, rows], drop.numpy())
         _softmax_backward(*arrays, number(scale), post, g.numpy())
         dx[t, rows] = torch.matmul(s, y[t, keys])

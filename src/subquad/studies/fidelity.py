@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.attention.combiner_routing import CombinerRouting
 from subquad.attention.registry import attention
 from subquad.layers import MultiheadAttention, Projections
 from subquad.supports import partitions
@@ -43,7 +44,7 @@ def run(
     n: int = 256,
     *,
     causal: bool = True,
-    budgets: Sequence[float] = (1.0, 2.0, 4.0),
+    budgets: Sequence[float] = (1.0, 1.5, 2.0),
     steps: int = 150,
     given: dict[str, Sequence[Tensor]] | None = None,
     seed: int = 0,
@@ -66,7 +67,11 @@ def distances(spec: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple
     """Total variation and relative output error against full attention."""
     shape = {"num_heads": q.shape[1], "head_dim": q.shape[3], "causal": causal}
     exact = attention("full", **shape).weights(q, k)  # (B, H, n, n)
-    found = attention(spec, **shape).eval().weights(q, k)
+    module = attention(spec, **shape).to(q.dtype).eval()
+    if isinstance(module, CombinerRouting):  # clusters are learned: give them ten steps of k-means
+        for _ in range(10):
+            module.learn(q, k, module.assign(q, k), None)
+    found = module.weights(q, k)
     variation = (found - exact).abs().sum(-1).mean() / 2
     error = ((found - exact) @ v).norm() / (exact @ v).norm()
     return variation.item(), error.item()
@@ -83,7 +88,7 @@ def knobs(causal: bool) -> dict[str, tuple[str, Callable[[int], partitions.Parti
         ),
         "rowmajor": ("combiner-axial:plan=rowmajor,cols={}", lambda x: partitions.AxialRowmajor(causal=causal, cols=x)),
         "tree": ("combiner-tree:depth=2,span={}", lambda x: partitions.Tree(causal=causal, depth=2, span=x)),
-        "routing": ("combiner-routing:clusters={}", lambda x: partitions.Routing(causal=causal, dealt=x)),
+        "routing": ("combiner-routing:decay=0.5,clusters={}", lambda x: partitions.Routing(causal=causal, dealt=x)),
     }
 
 
@@ -175,7 +180,9 @@ def draw(rows: Sequence[Row], path: Path | str) -> Path:
     for column, kind in enumerate(kinds):
         lines: dict[str, list[Row]] = {}
         for row in (row for row in rows if row.data == kind):
-            lines.setdefault(row.spec.rpartition("=")[0].removesuffix(",cols") or row.spec, []).append(row)
+            lines.setdefault(
+                row.spec.rpartition("=")[0].removesuffix(",cols").removesuffix(",clusters") or row.spec, []
+            ).append(row)
         for name, points in lines.items():
             for line, measure in enumerate(("variation", "error")):
                 xs, ys = [p.cost for p in points], [getattr(p, measure) for p in points]

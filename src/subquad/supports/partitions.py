@@ -113,12 +113,13 @@ class Partition:
     def check(self, n: int, queries: Iterable[int] | None = None) -> None:
         """Raise unless the sets of every query (or of `queries`) are a partition of its support."""
         for i in range(n) if queries is None else queries:
-            found = sorted(j for part in (self.direct(n, i), *(g.members for g in self.groups(n, i))) for j in part)
+            groups = self.groups(n, i)
+            found = sorted(j for part in (self.direct(n, i), *(g.members for g in groups)) for j in part)
             if found != list(self.support(n, i)):
                 raise ValueError(f"plan: the direct set and the groups of query {i} are no partition of its support")
-            for group in self.groups(n, i):
+            for group in groups:
                 inside = sorted(j for child in group.children for j in child.members)
-                if not group.members or (group.children and inside != sorted(group.members)):
+                if not group.size or (group.children and inside != sorted(group.members)):
                     raise ValueError(f"plan: a group of query {i} is empty or no union of its children")
 
 

@@ -243,17 +243,15 @@ def _draw(tasks, workers, chosen, places, where, starts, buffer, degrees, propos
             for i in range(row, min(n, row + _ROWS)):
                 if dense[t, i] and not every:
                     continue
-                end = i + 1 if causal else m
+                x, c, state, end = w[t, i], boost[t, i], streams_[t, i], i + 1 if causal else m
                 if dense[t, i]:
-                    _look(w[t, i], z[t], real[u], rank[u], end, exploration, streams_[t, i], words, summary)
+                    _look(x, z[t], real[u], rank[u], end, exploration, state, words, summary)
                 else:
-                    state, count = _propose(
-                        w[t, i], z[t], upto[t], guide[t], end, boost[t, i], streams_[t, i], words, summary
-                    )
+                    state, count = _propose(x, z[t], upto[t], guide[t], end, c, state, words, summary)
                     proposed[task] += count
                     if thin:
                         count = _empty(words, summary, keys)
-                        state = _thin(w[t, i], z[t], boost[t, i], state, keys[:count], words, summary)
+                        state = _thin(x, z[t], c, state, keys[:count], words, summary)
                     if exploration > 0:
                         _explore(listed[u], visible[u, i], exploration, state, words, summary)
                 for j in range(max(0, i - reach), min(end, i + reach + 1)):

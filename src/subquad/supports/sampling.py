@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.edges import EdgeList
-from subquad.kernels.gated import blocks, pack_mask, product
+from subquad.kernels.gated import blocks, pack_mask, product, scratch
 from subquad.supports import rowdraws
 
 SAMPLERS = ("exact", "fastrg", "bernoulli")
@@ -224,7 +224,7 @@ class _Plan:
 
 def _dense_rows(w: Tensor, z: Tensor, keys: _Keys, plan: _Plan, rules: Rules, mask, degrees) -> None:
     """The rows of `plan.dense`, whole blocks of p at a time, into the packed mask."""
-    buffer = w.new_empty(0)
+    buffer = scratch(w, len(w), w.shape[1], z.shape[1])
     for t, rows, seen in blocks(len(w), w.shape[1], z.shape[1], rules.causal):
         flags = plan.dense[t, rows]
         if flags.any():
