@@ -192,3 +192,25 @@ def draw_training(folder: Path, attentions: Iterable[str] = ("full", "sbm")) -> 
     path = folder / "repeated_tokens.png"
     figure.savefig(path, dpi=130)
     return path
+
+
+def show(
+    out: Path = Path("out/repeated-tokens"), length: int = 256, batch: int = 256, steps: int = 2000, seed: int = 0
+) -> None:
+    """SBM learns to use full attention where the task needs it (SBM-Transformer, section 5.1): loss and density over
+    the steps. Goes on where it stopped.
+    """
+    setting = Setting(length=length, batch=batch, steps=steps, seed=seed)
+
+    def report(record: dict[str, Any]) -> None:
+        if record["step"] % 50 == 0:
+            numbers = "  ".join(f"{key} {record[key]:.4f}" for key in ("loss", "accuracy", "density"))
+            print(f"{record['attention']:>5} {record['step']:>5}  {numbers}", flush=True)
+
+    run(out, setting=setting, report=report)
+    print(f"drawn: {draw_training(out)}")
+
+
+def add_to(app) -> None:
+    """The command `subquad study repeated-tokens`."""
+    app.command("repeated-tokens")(show)
