@@ -1,8 +1,26 @@
-import os
+"""What all tests share: strict settings, and where real data sets are looked for."""
 
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 settings.register_profile("subquad", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("subquad")
+
+ROOT = Path(__file__).parents[1]
+PLACES = [os.environ.get("SUBQUAD_DATA"), ROOT / "data", ROOT.parent / "data", ROOT.parent / "shared" / "data"]
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The directory of real data sets; tests that need it are skipped where there is none."""
+    for place in PLACES:
+        if place and (Path(place) / "README.md").exists():
+            return Path(place)
+    pytest.skip("no real data sets here: SUBQUAD_DATA names their directory")

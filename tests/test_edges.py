@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
+from subquad.kernels import edge_loops
 from subquad.kernels import edges as module
 from subquad.kernels.edges import EdgeList, edge_attention, edge_map, edge_scores, edge_sum, segment_attention
 
@@ -363,8 +364,8 @@ def test_uses_the_threads_of_torch(monkeypatch):
 
         return spy
 
-    for name in ("_attention_kernel", "_scores_kernel", "_sum_kernel", "_transpose_kernel"):
-        monkeypatch.setattr(module, name, watch(getattr(module, name)))
+    for name in ("attention_kernel", "scores_kernel", "sum_kernel", "transpose_kernel"):
+        monkeypatch.setattr(edge_loops, name, watch(getattr(edge_loops, name)))
     before, limit = torch.get_num_threads(), numba.get_num_threads()
     try:
         for threads in (1, before):

@@ -1,5 +1,6 @@
 """SBM attention: samplers, gradients of eq. 9, options, density, and the study of repeated tokens."""
 
+import copy
 import math
 
 import pytest
@@ -13,7 +14,7 @@ import subquad
 from subquad.attention import sbm
 from subquad.kernels import gated
 from subquad.kernels.edges import EdgeList
-from subquad.studies import repeated_tokens, sbm_pictures
+from subquad.studies import repeated_tokens, sbm_cost, sbm_pictures
 from subquad.supports import sampling
 from subquad.supports.sampling import Rules, draw_seed, fastrg, sample, sample_edges
 
@@ -37,7 +38,7 @@ def draw_torch(count, y, block, z, **options):
     rules = Rules(**options)
     w, z = ((y @ block).expand(count, 1, *y.shape), z.expand(count, 1, *z.shape))
     settings = (rules.sampler, rules.causal, rules.exploration, rules.reach, 2.0)
-    indptr, indices, _, _ = sampling._sample_torch(w, z, torch.tensor(7), None, *settings)
+    indptr, indices, *_ = sampling._sample_torch(w, z, torch.tensor(7), None, *settings)
     return EdgeList(indptr, indices, z.shape[2]).to_mask()
 
 
@@ -141,7 +142,8 @@ def test_lists_are_sorted_and_equal_the_mask_of_the_same_seed(n, sampler, causal
     edges = EdgeList(listed.indptr, listed.indices, n)
     mask = gated.unpack_mask(masked.mask, (4, n, n))
     assert torch.equal(edges.to_mask(), mask) and listed.mask.numel() == masked.indices.numel() == 0
-    assert torch.equal(listed.indptr, masked.indptr) and torch.equal(edges.degrees, mask.sum(-1))
+    assert torch.equal(listed.degrees, masked.degrees) and torch.equal(edges.degrees, mask.sum(-1))
+    assert torch.equal(edges.degrees, listed.degrees) and masked.indptr[-1, -1] == 0
     inside = torch.ones(edges.num_edges, dtype=torch.bool)
     inside[edges.indptr[:, :-1].flatten()[edges.degrees.flatten() > 0]] = False  # not the first of a row
     assert (edges.indices.diff() > 0)[inside[1:]].all() if edges.num_edges > 1 else True
@@ -169,7 +171,7 @@ def test_later_tokens_and_padding_do_not_move_the_random_numbers():
 # ---- the mechanism --------------------------------------------------------------------------------------------------
 
 
-def make(n=0, dtype=torch.float64, **options):
+def make(dtype=torch.float64, **options):
     torch.manual_seed(0)
     return subquad.attention("sbm", num_heads=2, head_dim=8, **{"clusters": 5, **options}).to(dtype)
 
@@ -235,6 +237,32 @@ def test_the_plain_path_of_other_devices_with_dropout(path, post):
     grads = [torch.autograd.grad(out.square().sum(), (q, k, v, w, z)) for out in outs]
     for x, y in zip(*grads, strict=True):
         torch.testing.assert_close(x, y)
+
+
+def test_causal_rows_choose_their_path_without_later_tokens():
+    """A token whose first number is large has edges everywhere: rows from it on run dense, rows before it as edges."""
+    a, n = make(torch.float32, causal=True, exploration=0.0), 200
+    with torch.no_grad():
+        for name, x in a.mlp.items():
+            x.copy_(torch.eye(8) if "weight" in name else torch.zeros(8))
+        a.mlp["bias2"][..., 0] = -3
+        a.clusters.zero_()[..., 0] = 1
+    twin, (q, k, v) = copy.deepcopy(a).double(), inputs(n, torch.float32)
+    outs, paths = [], []
+    for place in (n, 150, 137, 20):
+        x, y = q.detach().clone(), k.detach().clone()
+        x[..., 0], y[..., 0] = 1.5, 1.5
+        x[:, :, place:, 0], y[:, :, place:, 0] = 9, 9
+        a.generator = torch.Generator().manual_seed(0)
+        outs.append(a(x.requires_grad_(), y, v))
+        paths.append(a.last_path)
+        expected = reference(twin, x.double(), y.double(), v.double(), a.last_mask())
+        torch.testing.assert_close(outs[-1].double(), expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(outs[-1][:, :, :place], outs[0][:, :, :place])
+        (grad,) = torch.autograd.grad(outs[-1].sum(), x)
+        (dense,) = torch.autograd.grad(expected.sum(), x)
+        torch.testing.assert_close(grad, dense, rtol=1e-3, atol=1e-4)
+    assert paths == ["edges", "both", "both", "both"]
 
 
 def test_initial_density_is_a_quarter():
@@ -388,8 +416,20 @@ def test_pictures(tmp_path):
         sbm_pictures.draw_attended(net, batches[0], tmp_path / "7.png", height=3),
     ]
     assert all(file.stat().st_size > 1000 for file in files)
+    trained = sbm_pictures.train_small(length=8, batch=4, steps=2)
+    path, accuracy = sbm_pictures.draw_trained(trained, tmp_path / "trained.png", length=8)
+    assert path.stat().st_size > 1000 and 0 < accuracy <= 1
     with pytest.raises(ValueError, match="height must divide"):
         sbm_pictures.draw_attended(net, batches[0], tmp_path / "7.png", height=5)
+
+
+def test_the_cost_study_measures_a_step_and_fits_its_growth(tmp_path):
+    record = sbm_cost.step_cost(300, degree=6, heads=2, head_dim=8, repeats=1)
+    assert record["path"] == "edges" and record["seconds"] > 0 and abs(record["edges"] / (2 * 300 * 6) - 1) < 0.2
+    records = [{"n": n, "seconds": 3e-6 * n, "bytes": 5 * n**2} for n in (1024, 2048, 4096)]
+    assert sbm_cost.exponent(records, "seconds") == pytest.approx(1)
+    assert sbm_cost.exponent(records, "bytes") == pytest.approx(2)
+    assert sbm_cost.draw_cost(records, tmp_path / "new" / "cost.png").stat().st_size > 1000
 
 
 def test_half_precision_and_frozen_clusters():

@@ -5,7 +5,8 @@
 
 Default: axial-vertical and axial-horizontal. `joint` is for the axial plans, whose direct sets are made of the own
 row and the own column; `joint=True, split=True` (causal) is the variant the authors published as code. Every
-component has an abstraction of its own, `cols` holds for all axial ones.
+component has an abstraction of its own, `cols` holds for all axial ones; the others have the options they have alone
+by default, routing as many clusters as `max_length` asks for.
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ from subquad.attention.combiner_axial import (
 )
 from subquad.attention.combiner_fixed import CombinerFixed
 from subquad.attention.combiner_logsparse import CombinerLogsparse
+from subquad.attention.combiner_routing import CombinerRouting
 from subquad.attention.combiner_tree import CombinerTree
 from subquad.attention.options import option
 from subquad.kernels.mixture import mixture_merge
 from subquad.supports.partitions import Partition
 
-OTHERS: dict[str, type[Combiner]] = {"fixed": CombinerFixed, "logsparse": CombinerLogsparse, "tree": CombinerTree}
-Plan = Literal["axial-vertical", "axial-horizontal", "axial-rowmajor", "fixed", "logsparse", "tree"]
+OTHERS: dict[str, type[Combiner]] = {
+    "fixed": CombinerFixed,
+    "logsparse": CombinerLogsparse,
+    "routing": CombinerRouting,
+    "tree": CombinerTree,
+}
+Plan = Literal["axial-vertical", "axial-horizontal", "axial-rowmajor", "fixed", "logsparse", "routing", "tree"]
 
 
 class CombinerMixture(Attention):

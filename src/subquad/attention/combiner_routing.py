@@ -11,10 +11,12 @@ by k-means: in training every call moves the centroid of each cluster that has t
 
 They are buffers, saved in the state dict, and rest in evaluation. A call uses the centroids it found, then moves them.
 
-Summaries stand at tokens: at token p the summary of p's cluster up to p, from one pass that carries the state of every
-cluster. Query i reads each other cluster where its last token ≤ i (bidirectional: its last token) stands.
+Tokens are sorted by cluster, in the order of time inside each: own clusters are diagonal blocks of the sorted sequence.
+Summaries stand at tokens: at token p the summary of p's cluster up to p. Their pools are one pass that carries the
+state of every cluster, their values attend to the same diagonal blocks. Query i reads each other cluster where its
+last token ≤ i (bidirectional: its last token) stands (`kernels.clusters`).
 
-    O(n·clusters + n²/clusters) edges; clusters ≈ √n balances the two
+    O(n·clusters + n²/clusters) time; clusters ≈ √n balances the two. O(n) memory
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from torch import Tensor
 
 from subquad.attention.combiner import Combiner, CombinerOptions, Terms
 from subquad.attention.options import option
-from subquad.kernels.clusters import cluster_edges, cluster_prefix
-from subquad.kernels.edges import EdgeList, edge_attention
+from subquad.kernels.clusters import cluster_attention, cluster_prefix
 from subquad.supports.partitions import Partition, Routing, root
+
+AT_ONCE = 1 << 24  # products of tokens and centroids
 
 
 class CombinerRouting(Combiner):
@@ -61,46 +64,42 @@ class CombinerRouting(Combiner):
 
     def assign(self, q: Tensor, k: Tensor) -> Tensor:
         """The cluster of every token, int64 (B, H, n)."""
-        return (_directions(q, k) @ self.centroids.to(q.dtype).mT).argmax(-1)
+        centroids = self.centroids.to(q.dtype).mT  # (H, d, C)
+        rows = max(1, AT_ONCE // (q.shape[0] * q.shape[1] * self.clusters))
+        return torch.cat([(x @ centroids).argmax(-1) for x in _directions(q, k).split(rows, 2)], 2)
 
     @torch.no_grad()
     def learn(self, q: Tensor, k: Tensor, cluster: Tensor, exists: Tensor | None) -> None:
         """One step of k-means by moving averages."""
-        x = _directions(q, k)  # (B, H, n, d)
-        member = F.one_hot(cluster, self.clusters).to(x.dtype)  # (B, H, n, C)
-        member = member if exists is None else member * exists[..., None]
-        count = member.sum((0, 2))[..., None]  # (H, C, 1)
-        mean = torch.einsum("bhnc,bhnd->hcd", member, x) / count.clamp(min=1)
-        centroids = self.centroids.to(x.dtype)
+        x, heads = _directions(q, k), torch.arange(q.shape[1], device=q.device)[:, None]
+        label = (cluster + heads * self.clusters).flatten()  # (B·H·n,): the clusters of all heads
+        real = x.new_ones(1, 1, 1) if exists is None else exists.to(x.dtype)  # (B, 1, n)
+        total = x.new_zeros(q.shape[1] * self.clusters, x.shape[3] + 1)  # sums, and behind them the counts
+        total.index_add_(0, label, (F.pad(x, (0, 1), value=1.0) * real[..., None]).flatten(0, 2))
+        total = total.unflatten(0, (-1, self.clusters))  # (H, C, d + 1)
+        count, centroids = total[..., -1:], self.centroids.to(x.dtype)
+        mean = total[..., :-1] / count.clamp(min=1)
         moved = F.normalize(self.options.decay * centroids + (1 - self.options.decay) * mean, dim=-1)
         self.centroids.copy_(torch.where(count > 0, moved, centroids))
 
     def combine(self, q, k, v, exists):
-        (b, h, n, _), scale = q.shape, self.options.softmax_scale
+        b, h, n, _ = q.shape
         with torch.no_grad():
             cluster = self.assign(q, k)  # (B, H, n)
+            if self.training:
+                self.learn(q, k, cluster, exists)
+            cluster = cluster.flatten(0, 1)  # (B·H, n)
+            sequence = torch.arange(b * h, device=q.device)[:, None]
+            order = (sequence * self.clusters + cluster).flatten().argsort(stable=True)  # (B·H·n,)
         real = torch.ones(b, h, n, dtype=torch.bool, device=q.device) if exists is None else exists.expand(b, h, n)
-        flat, real = cluster.flatten(0, 1), real.flatten(0, 1)  # (B·H, n)
-        summary, main = self._edges(flat, real)
-        query, key = (self._prefix(x, flat, real) for x in self.abstraction.features(q, k))  # (B, H, n, d)
-        value = edge_attention(query, k, v, summary, scale=scale)
-        gate = F.dropout(q.new_ones(1, main.num_edges), self.drop) if self.drop else None
-        keys, values = torch.cat((k, key), 2), torch.cat((v, value), 2)  # (B, H, 2n, d)
-        out = edge_attention(q, keys, values, main, scale=scale, weight_gate=gate)
-        if self.training:
-            self.learn(q, k, cluster, exists)
-        return out
-
-    def _edges(self, cluster: Tensor, real: Tensor) -> tuple[EdgeList, EdgeList]:
-        """Summaries to their members, and queries to tokens (0 … n-1) and summaries (n … 2n-1)."""
-        n = cluster.shape[1]
-        ptr, ids, main_ptr, main_ids = cluster_edges(cluster, real, self.clusters, self.options.causal)
-        return EdgeList(ptr, ids, n), EdgeList(main_ptr, main_ids, 2 * n)
-
-    def _prefix(self, x: Tensor, cluster: Tensor, real: Tensor) -> Tensor:
-        pool = self.abstraction.pool
-        out = cluster_prefix(x.flatten(0, 1), cluster, real, self.clusters, pool == "max")  # (B·H, n, d)
-        return out.unflatten(0, x.shape[:2])
+        real, is_max, causal = real.flatten(0, 1), self.abstraction.pool == "max", self.options.causal
+        q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))  # (B·H, n, d)
+        query, key = (cluster_prefix(x, cluster, real, self.clusters, is_max) for x in self.abstraction.features(q, k))
+        seed = torch.randint(1 << 62, ()) if self.drop else torch.zeros((), dtype=torch.int64)
+        where, scale = (order, cluster, real, seed.to(q.device), self.clusters, causal), self.options.softmax_scale
+        value, _ = cluster_attention(query, [k], [v], *where, not causal, scale, 0.0)
+        out, _ = cluster_attention(q, [k, key], [v, value], *where, False, scale, self.drop)
+        return out.unflatten(0, (b, h))
 
     def define(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
         work = torch.promote_types(q.dtype, torch.float32)

@@ -21,7 +21,16 @@ def option(default: Any = None, help: str = "", *, ge=None, gt=None, le=None, lt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Checked:
+    """A frozen set of options; a wrong type or an impossible value is an error when it is made."""
+
+    def __post_init__(self) -> None:
+        for field in fields(type(self)):
+            _check(field, getattr(self, field.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Checked):
     """What every mechanism takes."""
 
     num_heads: int = option(8, "number of heads H", ge=1)
@@ -30,10 +39,6 @@ class Options:
     max_length: int | None = option(None, "longest sequence; None = any", ge=1)
     scale: float | None = option(None, "factor on q·k; None = 1/√d", gt=0)
     dropout: float = option(0.0, "dropout on the weights, in training", ge=0, lt=1)
-
-    def __post_init__(self) -> None:
-        for field in fields(type(self)):
-            _check(field, getattr(self, field.name))
 
     @property
     def softmax_scale(self) -> float:
@@ -54,7 +59,7 @@ class Field:
         return describe(self.type, self.limits)
 
 
-def fields(options: type[Options]) -> list[Field]:
+def fields(options: type[Checked]) -> list[Field]:
     """The fields with their types resolved, in order of declaration."""
     types_ = typing.get_type_hints(options)
     return [
@@ -106,7 +111,7 @@ def _fits(kind: Any, value: Any) -> bool:
     return kind is Any or isinstance(value, kind)
 
 
-def make(options: type[Options], name: str, given: dict[str, Any]) -> Options:
+def make(options: type[Checked], name: str, given: dict[str, Any]) -> Any:
     """The options of mechanism `name`; an unknown one is an error that names the valid ones."""
     known = {field.name: field for field in fields(options)}
     for key in given:
@@ -138,7 +143,7 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     return name.strip(), given
 
 
-def parse(options: type[Options], name: str, given: dict[str, str]) -> dict[str, Any]:
+def parse(options: type[Checked], name: str, given: dict[str, str]) -> dict[str, Any]:
     """Texts of a spec turned into values of the declared types; unknown names are left for `make` to refuse."""
     known = {field.name: field for field in fields(options)}
     return {key: _parse(known[key], name, text) if key in known else text for key, text in given.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from subquad.attention.base import Attention
 from subquad.attention.options import make, parse, split_spec
+from subquad.names import unknown
 
 _MECHANISMS: dict[str, str | type[Attention]] = {
     "full": "subquad.attention.full:Full",
@@ -65,9 +65,7 @@ def unregister(name: str) -> None:
 def mechanism(name: str) -> type[Attention]:
     """The class registered under `name`."""
     if name not in _MECHANISMS:
-        near = get_close_matches(name, _MECHANISMS, 3, 0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"unknown attention {name!r}{hint} (available: {', '.join(_MECHANISMS)})")
+        raise unknown("attention", name, _MECHANISMS)
     entry = _MECHANISMS[name]
     if isinstance(entry, str):
         module, _, attribute = entry.partition(":")

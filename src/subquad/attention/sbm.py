@@ -34,7 +34,9 @@ from subquad.kernels.edges import EdgeList
 from subquad.kernels.gated import graph_attention, unpack_mask
 from subquad.supports.sampling import Rules, Sample, draw_seed, pinned_reach, sample, statistics
 
-CROSSOVER = 0.12  # density from which a dense block is faster than its edges (measured, n = 4096, d = 64, k = 128)
+# Density from which a dense block is faster than its edges. Measured at n = 4096, d = 64, k = 128, CPU seconds on one
+# thread: a training step at 0.11, a forward pass at 0.07.
+CROSSOVER = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Sbm(Attention):
     """Attention over sampled graphs; see the module docstring.
 
     After a call: `last_density` (H,) sampled edges / possible edges per head, padding not counted; `last_path`
-    "edges" or "dense"; `last_statistics` of the sampler; `density_loss()`.
+    "edges", "dense" or, causal, "both"; `last_statistics` of the sampler; `density_loss()`.
     """
 
     Options = SbmOptions
@@ -158,15 +160,20 @@ class Sbm(Attention):
 
     @property
     def last_path(self) -> str:
-        return "dense" if self._last.mask.numel() else "edges"
+        last = self._last
+        return "edges" if not last.mask.numel() else "both" if last.indices.numel() else "dense"
 
     def last_mask(self) -> Tensor:
         """The graphs of the last call as a mask (B, H, n, m), for pictures: quadratic."""
         w, z, _ = self._memberships_of_last
         last, shape = self._last, (*w.shape[:3], z.shape[2])
-        if last.mask.numel():
-            return unpack_mask(last.mask, shape)
-        return EdgeList(last.indptr, last.indices, z.shape[2]).to_mask().view(shape)
+        listed = EdgeList(last.indptr, last.indices, z.shape[2]).to_mask().view(shape)
+        return listed | unpack_mask(last.mask, shape) if last.mask.numel() else listed
+
+    def last_expected(self) -> Tensor:
+        """P(edge) under the model for the last call, Q̂ Ŝ K̂ᵀ (B, H, n, m), for pictures: quadratic."""
+        w, z, _ = self._memberships_of_last
+        return (w @ z.mT).detach()
 
     @property
     def last_statistics(self) -> dict[str, float]:
@@ -177,7 +184,7 @@ class Sbm(Attention):
     def last_density(self) -> Tensor:
         """(H,): sampled edges / possible edges."""
         w, z, key_mask = self._memberships_of_last
-        degrees = self._last.indptr.diff(dim=1).view(w.shape[:3])  # (B, H, n)
+        degrees = self._last.degrees.view(w.shape[:3])  # (B, H, n)
         edges = (degrees * _real_rows(w, z, key_mask)).sum((0, 2))  # (H,)
         return (edges / _possible(w, z, key_mask, self.options.causal).clamp_min(1)).float()
 

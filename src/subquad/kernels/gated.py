@@ -5,10 +5,11 @@
     pre    dL/dp_ij = dL/ds_ij · s_ij   where M_ij = 1, else 0   (SBM-Transformer eq. 9: M multiplies the scores)
     post   dL/dp_ij = dL/dA_ij · A_ij   where M_ij = 1, else 0   (M multiplies the weights)
 
-p itself is never needed: the forward pass uses M alone. Graphs that come as a list run through the edge kernel, linear
-in the edges; graphs that come as a mask run dense, a block of rows at a time: a matrix product, one fused kernel
+p itself is never needed: the forward pass uses M alone. Rows that come as a list run through the edge kernel, linear
+in the edges; rows that come as a mask run dense, a block of rows at a time: a matrix product, one fused kernel
 over the block while it is in the cache, a matrix product. No n × m matrix is kept but the mask, one bit per pair.
-The choice is made inside one operator, so a compiled graph holds both routes.
+A row without edges gives 0, so the two routes are added where there are both. The choice is made inside one operator:
+a compiled graph holds both routes. On either the result of a row depends on nothing but the row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.edges import EdgeList, _exp, edge_attention, edge_scores
+from subquad.kernels.edge_loops import exp
+from subquad.kernels.edges import EdgeList, edge_attention, edge_scores
 
 BLOCK = 2**20  # pairs of a block: three float32 buffers of 4 MB
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
@@ -46,7 +48,7 @@ def graph_attention(
 ) -> Tensor:
     """q (B, H, n, d), k, v (B, H, m, d), w (B, H, n, c), z (B, H, m, c) → (B, H, n, d).
 
-    `graphs`: indptr (B·H, n + 1), indices (E,) and mask (B·H·n·⌈m/8⌉,) uint8, of which indices or mask is empty.
+    `graphs`: indptr (B·H, n + 1), indices (E,) and mask (B·H·n·⌈m/8⌉,) uint8 or empty; a row has edges in one of them.
     Dropout follows the seed. First derivatives only. Half precision is computed in float32.
     """
     work = torch.promote_types(q.dtype, torch.float32)
@@ -58,17 +60,21 @@ def graph_attention(
 
 def _plain(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal) -> Tensor:
     """Other devices: plain autograd. 1 + p - p.detach() is 1 and has the gradient of p."""
-    draw = torch.Generator(q.device).manual_seed(int(seed))
-    if mask.numel():
-        gate = w @ z.mT  # (B, H, n, m)
-        gate = 1 + gate - gate.detach()
-        s = q @ k.mT * scale * (1 if post else gate)
-        seen = unpack_mask(mask, s.shape)
-        weights = torch.softmax(s.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0) * (gate if post else 1)
-        if dropout:
-            weights = weights * _dropped(weights, dropout, draw)
-        return weights @ v
-    edges = EdgeList(indptr, indices, k.shape[2])
+    if not mask.numel():
+        return _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post)
+    gate = w @ z.mT  # (B, H, n, m)
+    gate = 1 + gate - gate.detach()
+    s = q @ k.mT * scale * (1 if post else gate)
+    seen = unpack_mask(mask, s.shape)
+    weights = torch.softmax(s.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0) * (gate if post else 1)
+    if dropout:
+        weights = weights * _dropped(weights, dropout, torch.Generator(q.device).manual_seed(int(seed)))
+    out = weights @ v
+    return out + _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post) if indices.numel() else out
+
+
+def _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post) -> Tensor:
+    draw, edges = torch.Generator(q.device).manual_seed(int(seed)), EdgeList(indptr, indices, k.shape[2])
     gate = edge_scores(w, z, edges, scale=1.0)  # (1, E)
     gate = 1 + gate - gate.detach()
     keep = _dropped(gate, dropout, draw) if dropout else None
@@ -116,7 +122,7 @@ def _softmax_row(row, edge, scale):
         row[:] = 0
         return
     for j in range(row.size):
-        row[j] = _exp(row[j] - top)
+        row[j] = exp(row[j] - top)
     for j in range(row.size):
         total += row[j]
     for j in range(row.size):
@@ -136,7 +142,7 @@ def _backward_row(row, grad, edge, drop, scale, post, gate):
         row[:], grad[:], gate[:] = 0, 0, 0
         return
     for j in range(row.size):
-        gate[j] = _exp(gate[j] - top)
+        gate[j] = exp(gate[j] - top)
     for j in range(row.size):
         total += gate[j]
     for j in range(drop.size):
@@ -211,11 +217,13 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
 
 
 def _dense_forward(q, k, v, mask, seed, scale, dropout, causal) -> Tensor:
-    out = torch.empty(q.shape[:3] + v.shape[3:], dtype=q.dtype)
+    out = torch.zeros(q.shape[:3] + v.shape[3:], dtype=q.dtype)
     x, y, u, o = _flat(q, k, v, out)
     bits = mask.numpy().reshape(len(x), x.shape[1], -1)  # (B·H, n, ⌈m / 8⌉)
     draw, buffer = torch.Generator().manual_seed(int(seed)), scratch(q, len(x), x.shape[1], y.shape[1])
     for t, rows, keys in blocks(len(x), x.shape[1], y.shape[1], causal):
+        if not bits[t, rows].any():
+            continue
         a = product(x[t, rows], y[t, keys].mT, buffer)  # (g, rows, keys)
         _softmax(a.numpy(), bits[t, rows], a.numpy().dtype.type(scale))
         if dropout:
@@ -233,6 +241,8 @@ def _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, post, causa
     buffers = [scratch(q, len(x), x.shape[1], y.shape[1]) for _ in range(3)]
     number = np.dtype(str(q.dtype).removeprefix("torch.")).type
     for t, rows, keys in blocks(len(x), x.shape[1], y.shape[1], causal):
+        if not bits[t, rows].any():
+            continue
         s = product(x[t, rows], y[t, keys].mT, buffers[0])  # (g, rows, keys)
         dp = product(do[t, rows], u[t, keys].mT, buffers[1])
         drop = _dropped(s, dropout, draw) if dropout else s.new_empty(0, 0, 0)
@@ -292,10 +302,11 @@ def _attention_op(
     post: bool,
     causal: bool,
 ) -> Tensor:
-    if mask.numel():
-        return _dense_forward(q, k, v, mask, seed, scale, dropout, causal)
-    keep = _edge_keep(q, indices, seed, dropout)
-    return torch.ops.subquad.edge_attention(q, k, v, indptr, indices, q.new_empty(0, 0), keep, scale)
+    parts = [_dense_forward(q, k, v, mask, seed, scale, dropout, causal)] if mask.numel() else []
+    if indices.numel() or not parts:
+        keep = _edge_keep(q, indices, seed, dropout)
+        parts.append(torch.ops.subquad.edge_attention(q, k, v, indptr, indices, q.new_empty(0, 0), keep, scale))
+    return sum(parts[1:], parts[0])
 
 
 @torch.library.custom_op("subquad::graph_attention_backward", mutates_args=(), device_types="cpu")
@@ -317,9 +328,12 @@ def _backward_op(
     gated: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`gated`: the gradient of p is wanted; without it dw and dz are 0."""
+    tensors, settings, parts = (grad, q, k, v, w, z), (scale, dropout, post), []
     if mask.numel():
-        return _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, post, causal, gated)
-    return _edge_backward(grad, q, k, v, w, z, indptr, indices, seed, scale, dropout, post, gated)
+        parts.append(_dense_backward(*tensors, mask, seed, *settings, causal, gated))
+    if indices.numel() or not parts:
+        parts.append(_edge_backward(*tensors, indptr, indices, seed, *settings, gated))
+    return tuple(sum(grads[1:], grads[0]) for grads in zip(*parts, strict=True))
 
 
 @_attention_op.register_fake
@@ -354,7 +368,7 @@ _backward_op.register_autograd(_no_second_derivative)
 
 def _pairs(q: Tensor, k: Tensor, indices: Tensor, mask: Tensor) -> int:
     """Pairs that are multiplied: the edges of a list, all of them under a mask."""
-    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] if mask.numel() else indices.numel()
+    return indices.numel() + (q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] if mask.numel() else 0)
 
 
 @register_flop_formula(torch.ops.subquad.graph_attention, get_raw=True)

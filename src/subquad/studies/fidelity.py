@@ -11,6 +11,7 @@ q, k, v and on those of a small language model trained with full attention.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,16 +181,14 @@ def draw(rows: Sequence[Row], path: Path | str) -> Path:
     for column, kind in enumerate(kinds):
         lines: dict[str, list[Row]] = {}
         for row in (row for row in rows if row.data == kind):
-            lines.setdefault(
-                row.spec.rpartition("=")[0].removesuffix(",cols").removesuffix(",clusters") or row.spec, []
-            ).append(row)
+            lines.setdefault(re.sub(r"[:,](span|cols|clusters|decay)=[^,]*", "", row.spec), []).append(row)
         for name, points in lines.items():
             for line, measure in enumerate(("variation", "error")):
                 xs, ys = [p.cost for p in points], [getattr(p, measure) for p in points]
                 axes[line][column].plot(xs, ys, marker="o", markersize=4, label=name)
-        axes[0][column].set(title=f"{kind} q, k, v", ylabel="total variation", xscale="log")
+        axes[0][column].set(title=f"{kind} q, k, v", ylabel="total variation")
         axes[1][column].set(xlabel="cost (terms + groups + members)", ylabel="relative output error")
-    axes[0][0].legend(fontsize=7)
+    axes[1][0].legend(fontsize=7, loc="upper right")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

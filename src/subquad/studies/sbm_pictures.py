@@ -1,6 +1,7 @@
 """Pictures of SBM attention: where nodes and clusters make which mask, what is sampled, how dense each head is.
 
-Figures 3, 5 and 7 of Cho et al. 2022. Every function draws one PNG and returns its path.
+Figures 3, 5 and 7 of Cho et al. 2022. Every function draws one PNG and returns its path. `subquad study sbm-pictures`
+trains a small encoder and draws what its heads have learned.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.sbm import Sbm, sbm_layers
+from subquad.attention.sbm import Sbm, density_loss, sbm_layers
+from subquad.layers import MultiheadAttention
+from subquad.studies.repeated_tokens import sequences
 
 
 def _figure(columns: int, rows: int = 1, size: float = 2.6):
@@ -142,3 +146,94 @@ def draw_attended(model: nn.Module, batch: tuple, path: Path, height: int, seque
             axes[row][column].set_title(f"layer {row + 1}, head {column + 1}: {share.mean():.3f}", fontsize=9)
     figure.savefig(path, dpi=130)
     return Path(path)
+
+
+# ---- a small model, trained -----------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """Pre-norm Transformer layers with SBM attention, one logit per token; no positions, as the task needs none."""
+
+    def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4, clusters: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.attentions = nn.ModuleList(
+            MultiheadAttention(width, heads, attention=f"sbm:clusters={clusters}", batch_first=True)
+            for _ in range(layers)
+        )
+        self.feedforwards = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+            for _ in range(layers)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)  # (B, n, d)
+        for norm, attention, feedforward in zip(self.norms, self.attentions, self.feedforwards, strict=True):
+            y = norm(x)
+            x = x + attention(y, y, y, need_weights=False)[0]
+            x = x + feedforward(x)
+        return self.head(x).squeeze(-1)  # (B, n)
+
+
+def train_small(length: int = 32, batch: int = 32, steps: int = 1000, penalty: float = 0.02, seed: int = 0) -> Encoder:
+    """An encoder that finds repeated tokens (section 5.1).
+
+    In the second half of the steps penalty · density is added to the loss: edges must be worth it. From the start it
+    would empty the masks before there is anything to lose.
+    """
+    torch.manual_seed(seed)
+    model, draw = Encoder(length), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for step in range(steps):
+        tokens, target = sequences(batch, length, draw)
+        loss = F.binary_cross_entropy_with_logits(model(tokens), target)
+        loss = loss + penalty * density_loss(model) if 2 * step >= steps else loss
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def draw_trained(model: Encoder, path: Path, length: int = 32, seed: int = 1) -> tuple[Path, float]:
+    """Expected and sampled mask of every head on one sequence, its tokens in ascending order so that equal ones are
+    neighbours, and the density per layer and head over 20 batches. Returns path and accuracy on these batches."""
+    from matplotlib.figure import Figure
+
+    draw = torch.Generator().manual_seed(seed)
+    batches = [sequences(16, length, draw) for _ in range(20)]
+    found = densities(model, [(tokens,) for tokens, _ in batches])  # (batches, L, H)
+    right = torch.stack([((model(tokens) > 0) == (target > 0)).float().mean() for tokens, target in batches]).mean()
+    model(batches[0][0][:1].sort(1)[0])
+    layers, heads = found.shape[1:]
+    figure = Figure(figsize=(2.3 * heads + 3.2, 4.4 * layers + 0.3), layout="constrained")
+    pictures, chart = figure.subfigures(1, 2, width_ratios=(2.3 * heads, 3.2))
+    axes = pictures.subplots(2 * layers, heads, squeeze=False)
+    for row, layer in enumerate(sbm_layers(model)):
+        for head in range(heads):
+            p, mask = layer.last_expected()[0, head], layer.last_mask()[0, head]
+            _show(axes[2 * row][head], p, f"layer {row + 1}, head {head + 1}: expected {p.mean():.2f}")
+            _show(axes[2 * row + 1][head], mask, f"sampled {mask.float().mean():.2f}")
+    for axis, layer_densities, row in zip(chart.subplots(layers, 1), found.unbind(1), range(layers), strict=True):
+        spread = layer_densities.std(0).tolist()
+        labels = [str(head + 1) for head in range(heads)]
+        axis.bar(labels, layer_densities.mean(0).tolist(), yerr=spread, capsize=3, width=0.6)
+        axis.set(title=f"layer {row + 1}: mean {layer_densities.mean():.2f}", ylabel="density", xlabel="head")
+        axis.set_ylim(0, max(0.3, 1.1 * float(found.max())))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return path, float(right)
+
+
+def show(png: Path = Path("sbm-trained.png"), steps: int = 1000, penalty: float = 0.02, seed: int = 0) -> None:
+    """Train a small encoder with SBM attention and draw the masks and densities of its heads."""
+    path, accuracy = draw_trained(train_small(steps=steps, penalty=penalty, seed=seed), png)
+    print(f"accuracy {accuracy:.3f}\ndrawn: {path}")
+
+
+def add_to(app) -> None:
+    """The command `subquad study sbm-pictures`."""
+    app.command("sbm-pictures")(show)

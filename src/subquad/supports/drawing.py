@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @numba.njit(cache=True)
-def _mix(x):
+def mix(x):
     """splitmix64's finaliser: a 64-bit hash whose sequence over x + i·γ is a good generator."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -24,10 +24,10 @@ def _draw(degrees, reach, seed, indices):
         taken = set()
         taken.add(i)
         others, wanted = reach[i] - 1, degrees[i] - 1
-        state = _mix(np.uint64(seed) ^ _mix(np.uint64(i) + np.uint64(0x9E3779B97F4A7C15)))
+        state = mix(np.uint64(seed) ^ mix(np.uint64(i) + np.uint64(0x9E3779B97F4A7C15)))
         for top in range(others - wanted, others):
             state += np.uint64(0x9E3779B97F4A7C15)
-            pick = np.int64(_mix(state) % np.uint64(top + 1))
+            pick = np.int64(mix(state) % np.uint64(top + 1))
             pick += pick >= i  # skip the row itself
             last = top + (top >= i)
             taken.add(last if pick in taken else pick)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,18 @@ class Group:
     def size(self) -> int:
         """How many terms its local expectation has."""
         return len(self.children) or len(self.over) - (self.hole in self.over)
+
+    def count(self, found: np.ndarray) -> None:
+        """found[j] += 1 for every member."""
+        _count(found, self.over)
+        if self.hole in self.over:
+            found[self.hole] -= 1
+
+    def check(self) -> None:
+        """Raise if it is empty, or not the union of its children."""
+        inside = sorted(j for child in self.children for j in child.members)
+        if not self.size or (self.children and inside != sorted(self.members)):
+            raise ValueError(f"plan: a group over {self.over} is empty or no union of its children")
 
 
 class Cost(NamedTuple):
@@ -111,16 +124,37 @@ class Partition:
         return drawn
 
     def check(self, n: int, queries: Iterable[int] | None = None) -> None:
-        """Raise unless the sets of every query (or of `queries`) are a partition of its support."""
-        for i in range(n) if queries is None else queries:
-            groups = self.groups(n, i)
-            found = sorted(j for part in (self.direct(n, i), *(g.members for g in groups)) for j in part)
-            if found != list(self.support(n, i)):
-                raise ValueError(f"plan: the direct set and the groups of query {i} are no partition of its support")
-            for group in groups:
-                inside = sorted(j for child in group.children for j in child.members)
-                if not group.size or (group.children and inside != sorted(group.members)):
-                    raise ValueError(f"plan: a group of query {i} is empty or no union of its children")
+        """Raise unless the sets of every query (or of `queries`) are a partition of its support.
+
+        How often query i has key j is one product of matrices: who uses which group × who is in it.
+        """
+        queries = range(n) if queries is None else list(queries)
+        rows = [self.groups(n, i) for i in queries]
+        every = {id(group): group for row in rows for group in row}  # plans share the groups that they make once
+        number = {key: at for at, key in enumerate(every)}
+        members, uses = np.zeros((len(every), n), np.float32), np.zeros((len(rows), len(every)), np.float32)
+        for row, group in zip(members, every.values(), strict=True):
+            group.check()
+            group.count(row)
+        found, support = np.zeros((2, len(rows), n), np.float32)
+        for at, i in enumerate(queries):
+            places = [number[id(group)] for group in rows[at]]
+            uses[at, places] = 1
+            _count(found[at], self.direct(n, i))
+            _count(support[at], self.support(n, i))
+            found[at] += len(places) - len(set(places))  # a group that stands there twice
+        wrong = np.flatnonzero((found + uses @ members != support).any(1))
+        if len(wrong):
+            i = queries[wrong[0]]
+            raise ValueError(f"plan: the direct set and the groups of query {i} are no partition of its support")
+
+
+def _count(found: np.ndarray, positions: Iterable[int]) -> None:
+    """found[j] += how often j is among the positions."""
+    if isinstance(positions, range):
+        found[positions.start : positions.stop : positions.step] += 1
+    else:
+        found += np.bincount(np.fromiter(positions, np.int64), minlength=len(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +173,7 @@ class Fixed(Partition):
     def groups(self, n, i):
         s = self.span or default_span(n)
         last = i // s if self.causal else -(-n // s)
-        return [Group(range(a * s, min(n, a * s + s))) for a in range(last) if a != i // s]
+        return [_block(n, s, 1, a) for a in range(last) if a != i // s]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,12 +209,9 @@ class Axial(Partition):
     def width(self, n: int) -> int:
         return self.cols or root(n)
 
-    def row(self, n: int, r: int) -> range:
-        return range(r * self.width(n), min(n, (r + 1) * self.width(n)))
-
     def own_row(self, n: int, i: int) -> range:
-        row = self.row(n, i // self.width(n))
-        return range(row.start, i + 1) if self.causal else row
+        start = i - i % self.width(n)
+        return range(start, i + 1 if self.causal else min(n, start + self.width(n)))
 
     def direct(self, n, i):
         """Own row (up to i) and own column (above)."""
@@ -198,12 +229,22 @@ class AxialVertical(Axial):
     """Every other column a group, without the own row's element (causal: only the rows above)."""
 
     def groups(self, n, i):
-        c, row = self.width(n), i // self.width(n)
-        if self.causal:
-            columns = [range(column, row * c, c) for column in range(c)]
-            return [Group(over) for over in columns if over and over.start != i % c]
-        every = [Group(range(column, n, c), hole=row * c + column) for column in range(c) if column != i % c]
-        return [group for group in every if group.size]
+        c = self.width(n)
+        every = _columns(n, c, i // c, self.causal)
+        return [group for column, group in enumerate(every) if column != i % c and group is not None]
+
+
+@lru_cache(maxsize=4096)
+def _columns(n: int, c: int, row: int, causal: bool) -> list[Group | None]:
+    """All columns as a row has them: above it, or without its element."""
+    if causal:
+        return [_unless_empty(range(column, row * c, c)) for column in range(c)]
+    return [_unless_empty(range(column, n, c), hole=row * c + column) for column in range(c)]
+
+
+def _unless_empty(over: range, hole: int = -1) -> Group | None:
+    group = Group(over, hole)
+    return group if group.size else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,14 +257,20 @@ class AxialHorizontal(Axial):
     split: bool = False
 
     def groups(self, n, i):
-        c, found = self.width(n), []
-        for r in self.other_rows(n, i):
-            row, own = self.row(n, r), r * c + i % c
-            if self.split:
-                found += [Group(range(row.start, min(row.stop, own))), Group(range(own + 1, row.stop))]
-            else:
-                found.append(Group(row, hole=own))
-        return [group for group in found if group.size]
+        c = self.width(n)
+        every = [_rows(n, c, i % c, half) for half in ((-1, 1) if self.split else (0,))]
+        return [group for r in self.other_rows(n, i) for rows in every if (group := rows[r]) is not None]
+
+
+@lru_cache(maxsize=4096)
+def _rows(n: int, c: int, column: int, half: int) -> list[Group | None]:
+    """All rows without the column's element, or only what is left (-1) or right (1) of it."""
+    found = []
+    for start in range(0, n, c):
+        own, stop = start + column, min(n, start + c)
+        over = {0: range(start, stop), -1: range(start, min(stop, own)), 1: range(own + 1, stop)}[half]
+        found.append(_unless_empty(over, -1 if half else own))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,8 +284,14 @@ class AxialRowmajor(Axial):
         return self.own_row(n, i)
 
     def groups(self, n, i):
-        c = self.width(n)
-        return [Group(self.row(n, r), asker=r * c + i % c) for r in self.other_rows(n, i)]
+        every = _asked_rows(n, self.width(n), i % self.width(n))
+        return [every[r] for r in self.other_rows(n, i)]
+
+
+@lru_cache(maxsize=4096)
+def _asked_rows(n: int, c: int, column: int) -> list[Group]:
+    """All rows, each asked by its token in the column."""
+    return [Group(range(start, min(n, start + c)), asker=start + column) for start in range(0, n, c)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,20 +304,19 @@ class Routing(Partition):
     assignment: tuple[int, ...] | None = None
     dealt: int = 1
 
-    def cluster(self, j: int) -> int:
-        return j % self.dealt if self.assignment is None else self.assignment[j]
-
-    def clusters(self, n: int, i: int) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for j in self.support(n, i):
-            found.setdefault(self.cluster(j), []).append(j)
-        return found
+    def clusters(self, n: int) -> Sequence[int]:
+        """The cluster of every token."""
+        return [j % self.dealt for j in range(n)] if self.assignment is None else self.assignment
 
     def direct(self, n, i):
-        return self.clusters(n, i)[self.cluster(i)]
+        of = self.clusters(n)
+        return [j for j in self.support(n, i) if of[j] == of[i]]
 
     def groups(self, n, i):
-        return [Group(tuple(m)) for c, m in sorted(self.clusters(n, i).items()) if c != self.cluster(i)]
+        of, found = self.clusters(n), {}
+        for j in self.support(n, i):
+            found.setdefault(of[j], []).append(j)
+        return [Group(tuple(m)) for c, m in sorted(found.items()) if c != of[i]]
 
 
 @dataclass(frozen=True, kw_only=True)

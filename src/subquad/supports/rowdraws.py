@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from subquad.kernels.gated import pack
-from subquad.supports.drawing import _mix
+from subquad.supports.drawing import mix
 
 _inline = numba.njit(error_model="numpy")
 _fast = numba.njit(error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz"})
 _kernel = numba.njit(error_model="numpy", parallel=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_STRIDE = 2  # keys per entry of the search guide (measured)
+_POINTS = 256  # points of a row that are settled together
 _ROWS = 64  # rows of a task: enough for their edges to be predictable in number, few enough to balance the threads
 
 
@@ -25,9 +25,9 @@ _ROWS = 64  # rows of a task: enough for their edges to be predictable in number
 @_kernel
 def _streams(seed, ids, heads, out):
     for t in numba.prange(out.shape[0]):
-        graph = _mix(np.uint64(seed) + _GAMMA * np.uint64(t + 1))
+        graph = mix(np.uint64(seed) + _GAMMA * np.uint64(t + 1))
         for i in range(out.shape[1]):
-            out[t, i] = _mix(graph + _GAMMA * np.uint64(ids[t // heads, i] + 1))
+            out[t, i] = mix(graph + _GAMMA * np.uint64(ids[t // heads, i] + 1))
 
 
 def streams(seed: int, graphs: int, ids: np.ndarray, heads: int) -> np.ndarray:
@@ -40,7 +40,7 @@ def streams(seed: int, graphs: int, ids: np.ndarray, heads: int) -> np.ndarray:
 @_inline
 def _uniform(state):
     """In (0, 1], so that its logarithm is finite. The caller advances the state by _GAMMA."""
-    return (np.float64(_mix(state) >> np.uint64(11)) + 1.0) * 2.0**-53
+    return (np.float64(mix(state) >> np.uint64(11)) + 1.0) * 2.0**-53
 
 
 @_inline
@@ -88,8 +88,8 @@ def rates(w, z, causal, rate, bound):
 
 
 @_kernel
-def _tables(z, upto, guide):
-    """Prefix sums over the keys and where to start searching them: z (g, m, k), upto (g, k, m + 1), guide (g, k, G)."""
+def _tables(z, upto, guide, scale):
+    """Prefix sums over the keys and where to start searching them; see `tables`."""
     (m, k), size = z.shape[1:], guide.shape[2]
     chunks = (k + 15) // 16  # clusters of a task: a cache line of z
     for task in numba.prange(z.shape[0] * chunks):
@@ -103,30 +103,24 @@ def _tables(z, upto, guide):
                 upto[t, v, j + 1] = total[v - first]
         for v in range(first, last):
             j, part = 0, total[v - first] / size
+            scale[t, v] = 1 / part if part > 0 else 0.0
             for g in range(size):
                 while j < m - 1 and upto[t, v, j + 1] <= part * g:
                     j += 1
                 guide[t, v, g] = j
 
 
-def tables(z: np.ndarray, needed: bool) -> tuple[np.ndarray, np.ndarray]:
+def tables(z: np.ndarray, needed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """To find the key at a place of a cluster: z (g, m, k) → upto (g, k, m + 1), guide (g, k, m), scale (g, k).
+
+    Key j of cluster v has the places upto[v, j] ≤ x < upto[v, j + 1]; guide[v, int(x · scale[v])] is where to begin.
+    The sums of some keys do not depend on later ones, so that in causal mode the found key does not either.
+    """
     graphs, m, k = z.shape
-    upto, guide = np.empty((graphs, k, m + 1)), np.empty((graphs, k, -(-m // _STRIDE)), np.int32)
+    upto, guide, scale = np.empty((graphs, k, m + 1)), np.empty((graphs, k, m), np.int32), np.empty((graphs, k))
     if needed:
-        _tables(z, upto, guide)
-    return upto, guide
-
-
-@_inline
-def _find(upto, guide, x):
-    """The key j with upto[j] ≤ x < upto[j + 1]: a few steps on average, whatever the distribution."""
-    m, size = upto.size - 1, guide.size
-    j = guide[min(size - 1, int(x / upto[m] * size))]
-    while j > 0 and upto[j] > x:  # (rounding of the line above)
-        j -= 1
-    while j < m - 1 and upto[j + 1] <= x:
-        j += 1
-    return j
+        _tables(z, upto, guide, scale)
+    return upto, guide, scale
 
 
 # ---- a set of keys that comes out ascending -------------------------------------------------------------------------
@@ -172,34 +166,60 @@ def _dot(x, y):
 
 
 @_inline
-def _propose(w, z, upto, guide, end, boost, state, words, summary):
-    """A unit-rate Poisson process along the row's intensity, cluster after cluster; returns state and number."""
-    count, at, passed = 0, 0.0, 0.0
+def _propose(w, z, upto, guide, scale, tops, end, rank, boost, state, thin, points, words, summary):
+    """A unit-rate Poisson process along the row's intensity, cluster after cluster; returns state and number.
+
+    `gap` is the way from the start of a cluster to the next point. Points are settled by the hundred.
+    """
+    cluster, place = points
+    count, waiting, stream = 0, 0, state
     state += _GAMMA
-    at -= math.log(_uniform(state))
+    gap = -math.log(_uniform(state))
     for v in range(w.size):
         slope = boost * w[v]
-        length = slope * upto[v, end]
-        while at < passed + length:
-            j = min(end - 1, _find(upto[v], guide[v], (at - passed) / slope))
-            if z[j, v] > 0:  # (rounding could end on a neighbour that has no share)
-                _add(words, summary, j)
-                count += 1
+        length = slope * tops[v]
+        while gap < length:
+            if waiting == cluster.size:
+                _settle(w, z, upto, guide, scale, end, rank, boost, stream, thin, cluster, place, words, summary)
+                waiting = 0
+            cluster[waiting], place[waiting] = v, gap / slope
+            waiting += 1
+            count += 1
             state += _GAMMA
-            at -= math.log(_uniform(state))
-        passed += length
+            gap -= math.log(_uniform(state))
+        gap -= length
+    cluster, place = cluster[:waiting], place[:waiting]
+    _settle(w, z, upto, guide, scale, end, rank, boost, stream, thin, cluster, place, words, summary)
     return state, count
 
 
 @_inline
-def _thin(w, z, boost, state, keys, words, summary):
-    """Keep each merged edge with probability p / (1 - exp(-c·p))."""
-    for e in range(keys.size):
-        p = _dot(w, z[keys[e]])
-        state += _GAMMA
-        if _uniform(state) * -math.expm1(-boost * p) <= p:
-            _add(words, summary, keys[e])
-    return state
+def _settle(w, z, upto, guide, scale, end, rank, boost, stream, thin, cluster, place, words, summary):
+    """Find the keys of some points and add those that stay: u ≤ p / (1 - exp(-c·p)).
+
+    One thing at a time for all points, so that the processor waits for many cache lines at once. u belongs to the pair:
+    the points of an edge agree, as if they had been merged before. The right side is ≥ 1 / c: p is seldom needed.
+    """
+    keys, size = np.empty(cluster.size, np.int32), guide.shape[1]
+    for e in range(cluster.size):
+        keys[e] = guide[cluster[e], min(size - 1, int(place[e] * scale[cluster[e]]))]
+    for e in range(cluster.size):
+        v, j = cluster[e], min(keys[e], end - 1)
+        while j > 0 and upto[v, j] > place[e]:
+            j -= 1
+        while j < end - 1 and upto[v, j + 1] <= place[e]:
+            j += 1
+        keys[e] = j if upto[v, j + 1] > upto[v, j] else -1  # (rounding could end on a last key that has no share)
+    a, b = _halves(stream)
+    for e in range(cluster.size):
+        if keys[e] < 0:
+            continue
+        u = np.float64(_chance(a, b, rank[keys[e]])) if thin else 0.0
+        if u * boost > 1.0:
+            p = _dot(w, z[keys[e]])
+            if u * -math.expm1(-boost * p) > p:
+                continue
+        _add(words, summary, keys[e])
 
 
 @_inline
@@ -229,29 +249,29 @@ def _look(w, z, real, rank, end, exploration, stream, words, summary):
 
 @_kernel
 def _draw(tasks, workers, chosen, places, where, starts, buffer, degrees, proposed):
-    w, z, upto, guide, boost, dense, streams_ = chosen
+    w, z, upto, guide, scale, boost, dense, left, streams_ = chosen
     real, rank, listed, visible = places
-    first_graph, heads, causal, exploration, reach, thin, every = where
+    first_graph, heads, causal, exploration, reach, thin = where
     n, m = w.shape[1], z.shape[1]
     blocks = (n + _ROWS - 1) // _ROWS
     for worker in numba.prange(workers):
         words, summary = np.zeros((m >> 6) + 1, np.uint64), np.zeros((m >> 12) + 1, np.uint64)
-        keys = np.empty(m, np.int32)
+        keys, points = np.empty(m, np.int32), (np.empty(_POINTS, np.int32), np.empty(_POINTS))
         for task in range(worker, tasks, workers):
             t, row = task // blocks, task % blocks * _ROWS
-            u, at = (first_graph + t) // heads, starts[task]
+            u, at, tops = (first_graph + t) // heads, starts[task], upto[t, :, m].copy()
             for i in range(row, min(n, row + _ROWS)):
-                if dense[t, i] and not every:
+                if left[t, i]:
                     continue
-                x, c, state, end = w[t, i], boost[t, i], streams_[t, i], i + 1 if causal else m
+                x, state, end = w[t, i], streams_[t, i], i + 1 if causal else m
                 if dense[t, i]:
                     _look(x, z[t], real[u], rank[u], end, exploration, state, words, summary)
                 else:
-                    state, count = _propose(x, z[t], upto[t], guide[t], end, c, state, words, summary)
+                    if causal:
+                        tops[:] = upto[t, :, end]
+                    table = (z[t], upto[t], guide[t], scale[t], tops, end, rank[u])
+                    state, count = _propose(x, *table, boost[t, i], state, thin, points, words, summary)
                     proposed[task] += count
-                    if thin:
-                        count = _empty(words, summary, keys)
-                        state = _thin(x, z[t], c, state, keys[:count], words, summary)
                     if exploration > 0:
                         _explore(listed[u], visible[u, i], exploration, state, words, summary)
                 for j in range(max(0, i - reach), min(end, i + reach + 1)):
@@ -321,9 +341,9 @@ def compare(p, flags, streams_, real, rank, where, bits, degrees):
 
 
 @_kernel
-def fill(indptr, indices, bits):
-    """Write a list into packed masks (g, n, ⌈m / 8⌉)."""
+def fill(indptr, indices, masked, bits):
+    """Write the masked rows (g, n) of a list into packed masks (g, n, ⌈m / 8⌉)."""
     for t in numba.prange(bits.shape[0]):
         for i in range(bits.shape[1]):
-            for e in range(indptr[t, i], indptr[t, i + 1]):
+            for e in range(indptr[t, i], indptr[t, i + 1] if masked[t, i] else indptr[t, i]):
                 bits[t, i, indices[e] >> 3] |= np.uint8(1 << (indices[e] & 7))

@@ -38,7 +38,7 @@ from subquad.kernels.gated import blocks, pack_mask, product, scratch
 from subquad.supports import rowdraws
 
 SAMPLERS = ("exact", "fastrg", "bernoulli")
-SWITCH = 1 / 16  # more proposals than this share of the keys: looking at every key is cheaper (measured)
+SWITCH = 1 / 8  # more proposals than this share of the keys: looking at every key is cheaper (measured)
 SMALL = 128  # up to so many keys a mask is never worse than a list
 TABLE = 2**21  # entries of the search tables that are held at a time
 
@@ -51,7 +51,7 @@ class Rules:
     causal: bool = False
     exploration: float = 0.0
     reach: int = -1  # -1: no edge is pinned
-    crossover: float = 2.0  # a mask is made where the expected density is above this; 2: never, -1: always
+    crossover: float = 2.0  # rows go to the mask where the expected density is above this; 2: never, -1: always
 
     def __post_init__(self) -> None:
         if self.sampler not in SAMPLERS:
@@ -62,15 +62,18 @@ class Rules:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """B·H sampled graphs, as CSR or as a mask.
+    """B·H sampled graphs; a row stands in the list or in the mask.
 
-    `indptr` is there in both forms, so that indptr.diff(dim=1) are the degrees. `counts` (B·H, 2) are the statistics:
-    rows that were sampled by looking at every key, and edges proposed in all other rows (before merging and thinning).
+    All rows stand in the same, by the expected density of them all. In causal mode each row goes by its own, because it
+    must not know what later tokens are, not even by the rounding of another path.
+    `counts` (B·H, 2) are the statistics: rows that were sampled by looking at every key, and edges proposed in all
+    other rows (before merging and thinning).
     """
 
-    indptr: Tensor  # (B·H, n + 1) int64
-    indices: Tensor  # (E,) int32, empty if there is a mask
-    mask: Tensor  # (B·H·n·⌈m / 8⌉,) uint8, one bit per pair, empty if there is a list
+    indptr: Tensor  # (B·H, n + 1) int64: CSR; rows of the mask are empty here
+    indices: Tensor  # (E,) int32
+    mask: Tensor  # (B·H·n·⌈m / 8⌉,) uint8, one bit per pair; rows of the list are 0; empty if all rows are listed
+    degrees: Tensor  # (B·H, n) int64
     counts: Tensor  # (B·H, 2) int64
 
 
@@ -97,8 +100,7 @@ def sample_edges(
 def statistics(drawn: Sample) -> dict[str, float]:
     """What the sampler did: edges, edges proposed, and the share of rows sampled by looking at every key."""
     dense, proposals = drawn.counts.sum(0).tolist()
-    rows = drawn.indptr.shape[0] * (drawn.indptr.shape[1] - 1)
-    return {"edges": int(drawn.indptr[-1, -1]), "proposals": proposals, "dense_rows": dense / rows}
+    return {"edges": int(drawn.degrees.sum()), "proposals": proposals, "dense_rows": dense / drawn.degrees.numel()}
 
 
 def pinned_reach(self_loops: bool, window: int | None) -> int:
@@ -132,7 +134,7 @@ def _sample_op(
     exploration: float,
     reach: int,
     crossover: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rules = Rules(sampler, causal, exploration, reach, crossover)
     (batch, heads, n, _), m = w.shape, z.shape[2]
     real = torch.ones(batch, m, dtype=torch.bool) if key_mask is None else key_mask
@@ -140,18 +142,17 @@ def _sample_op(
     x, y = (a.flatten(0, 1).contiguous() for a in (w, z))  # (B·H, n, k), (B·H, m, k)
     keys = _Keys.of(real, heads, n, causal)
     plan = _Plan.of(x.numpy(), y.numpy(), keys, rules, int(seed))
-    degrees = np.zeros((len(x), n), np.int64)
-    if not plan.as_mask(keys, rules):
-        indices = _sparse_rows(x.numpy(), y.numpy(), keys, plan, rules, degrees, every=True)
-        mask = np.empty(0, np.uint8)
-    else:
+    masked = plan.masked(keys, rules)
+    degrees, mask = np.zeros((len(x), n), np.int64), np.empty(0, np.uint8)
+    indices = _drawn_rows(x.numpy(), y.numpy(), keys, plan, rules, masked, degrees)
+    if masked.any():
         mask = np.zeros((len(x), n, -(-m // 8)), np.uint8)
-        indices = _sparse_rows(x.numpy(), y.numpy(), keys, plan, rules, degrees, every=False)
-        rowdraws.fill(_offsets(degrees), indices, mask)
-        _dense_rows(x, y, keys, plan, rules, mask, degrees)
-        indices = indices[:0]
+        rowdraws.fill(_offsets(degrees), indices, masked, mask)
+        indices = indices[:0] if masked.all() else indices[np.repeat(~masked.reshape(-1), degrees.reshape(-1))]
+        _dense_rows(x, y, keys, plan, rules, masked, mask, degrees)
     counts = np.stack((plan.dense.sum(1), plan.proposed), 1)
-    return tuple(map(torch.from_numpy, (_offsets(degrees), indices, mask.reshape(-1), counts)))
+    arrays = (_offsets(np.where(masked, 0, degrees)), indices, mask.reshape(-1), degrees, counts)
+    return tuple(map(torch.from_numpy, arrays))
 
 
 @_sample_op.register_fake
@@ -162,6 +163,7 @@ def _(w, z, seed, key_mask, sampler, causal, exploration, reach, crossover):
         w.new_empty(graphs, n + 1, dtype=torch.int64),
         w.new_empty(sizes[0], dtype=torch.int32),
         w.new_empty(sizes[1], dtype=torch.uint8),
+        w.new_empty(graphs, n, dtype=torch.int64),
         w.new_empty(graphs, 2, dtype=torch.int64),
     )
 
@@ -215,18 +217,21 @@ class _Plan:
         streams = rowdraws.streams(seed, len(w), keys.ids, keys.heads)
         return cls(boost, expected, dense, streams, np.zeros(len(w), np.int64))
 
-    def as_mask(self, keys: _Keys, rules: Rules) -> bool:
-        if not 0 <= rules.crossover < 1:
-            return rules.crossover < 0
-        possible = keys.visible.sum() * keys.heads
-        return keys.real.shape[1] <= SMALL or bool(self.expected.sum() > rules.crossover * possible)
+    def masked(self, keys: _Keys, rules: Rules) -> np.ndarray:
+        """(B·H, n) bool: the rows that go to the mask; see `Sample`."""
+        if not 0 <= rules.crossover < 1 or keys.real.shape[1] <= SMALL:
+            return np.full(self.dense.shape, rules.crossover < 1)
+        possible = np.repeat(keys.visible, keys.heads, 0)  # (B·H, n)
+        if rules.causal:
+            return self.expected > rules.crossover * possible
+        return np.full(self.dense.shape, self.expected.sum() > rules.crossover * possible.sum())
 
 
-def _dense_rows(w: Tensor, z: Tensor, keys: _Keys, plan: _Plan, rules: Rules, mask, degrees) -> None:
-    """The rows of `plan.dense`, whole blocks of p at a time, into the packed mask."""
+def _dense_rows(w: Tensor, z: Tensor, keys: _Keys, plan: _Plan, rules: Rules, masked, mask, degrees) -> None:
+    """The masked rows of `plan.dense`, whole blocks of p at a time, into the packed mask."""
     buffer = scratch(w, len(w), w.shape[1], z.shape[1])
     for t, rows, seen in blocks(len(w), w.shape[1], z.shape[1], rules.causal):
-        flags = plan.dense[t, rows]
+        flags = plan.dense[t, rows] & masked[t, rows]
         if flags.any():
             p = product(w[t, rows], z[t, seen].mT, buffer).numpy()
             where = (t.start, keys.heads, rows.start, rules.causal, rules.exploration, rules.reach)
@@ -234,20 +239,20 @@ def _dense_rows(w: Tensor, z: Tensor, keys: _Keys, plan: _Plan, rules: Rules, ma
             rowdraws.compare(p, flags, plan.streams[t, rows], keys.real, keys.rank, where, *drawn)
 
 
-def _sparse_rows(w, z, keys: _Keys, plan: _Plan, rules: Rules, degrees: np.ndarray, every: bool) -> np.ndarray:
-    """Every row, or those not in `plan.dense`: keys (E,), row after row. Groups of graphs bound the search tables."""
+def _drawn_rows(w, z, keys: _Keys, plan: _Plan, rules: Rules, masked: np.ndarray, degrees: np.ndarray) -> np.ndarray:
+    """All rows but those left to `_dense_rows`: keys (E,), row after row. Groups of graphs bound the search tables."""
     pieces = [np.empty(0, np.int32)]
     step = max(1, TABLE // (z.shape[1] * z.shape[2]))
     for t in range(0, len(w), step):
         group = slice(t, t + step)
-        dense = plan.dense[group]
-        if every or not dense.all():
+        dense, left = plan.dense[group], plan.dense[group] & masked[group]
+        if not left.all():
             tables = rowdraws.tables(z[group], needed=not dense.all())
-            chosen = (w[group], z[group], *tables, plan.boost[group], dense, plan.streams[group])
+            chosen = (w[group], z[group], *tables, plan.boost[group], dense, left, plan.streams[group])
             places = (keys.real, keys.rank, keys.listed, keys.visible)
             thin = rules.sampler == "exact"
-            where = (t, keys.heads, rules.causal, rules.exploration, rules.reach, thin, every)
-            expected = plan.expected[group] * (every | ~dense)
+            where = (t, keys.heads, rules.causal, rules.exploration, rules.reach, thin)
+            expected = plan.expected[group] * ~left
             pieces.append(rowdraws.draw(chosen, places, where, expected, degrees[group], plan.proposed[group]))
     return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
 
@@ -304,9 +309,21 @@ def _sample_torch(w, z, seed, key_mask, sampler, causal, exploration, reach, cro
         edges, counts = EdgeList.from_mask(_look(w, z, real, rules, generator)), w.new_tensor([n, 0]).expand(len(w), 2)
     else:
         edges, counts = _propose(w, z, real, boost, rules, generator)
-    as_mask = crossover < 0 or edges.num_edges > crossover * len(w) * n * m
-    mask = pack_mask(edges.to_mask()) if as_mask else edges.indices[:0].byte()
-    return edges.indptr, edges.indices[: 0 if as_mask else None], mask, counts.long()
+    masked = _masked(edges.degrees, real, rules)
+    if not masked.any():
+        return edges.indptr, edges.indices, edges.indices[:0].byte(), edges.degrees, counts.long()
+    seen = edges.to_mask()
+    listed = EdgeList.from_mask(seen & ~masked[..., None])
+    return listed.indptr, listed.indices, pack_mask(seen & masked[..., None]), edges.degrees, counts.long()
+
+
+def _masked(degrees: Tensor, real: Tensor, rules: Rules) -> Tensor:
+    """(B·H, n) bool: the rows that go to the mask, as `_Plan.masked` but by the edges that were drawn."""
+    if not 0 <= rules.crossover < 1:
+        return torch.full_like(degrees, rules.crossover < 0, dtype=torch.bool)
+    if rules.causal:
+        return degrees > rules.crossover * real.cumsum(1)
+    return (degrees.sum() > rules.crossover * degrees.shape[1] * real.sum()).expand_as(degrees)
 
 
 def _look(w: Tensor, z: Tensor, real: Tensor, rules: Rules, generator: torch.Generator) -> Tensor:

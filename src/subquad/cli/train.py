@@ -1,0 +1,128 @@
+"""`subquad train TASK`: train a model; `subquad tasks`: what there is to train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from subquad.cli.console import err, out
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the recipe; may be repeated.")
+]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", help="Directory of data sets; else $SUBQUAD_DATA, else ./data.", show_default=False),
+]
+Recipe = Annotated[str, typer.Option(help="small: means something in minutes on a laptop; paper: the paper's numbers.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog="Example: subquad train listops --attention combiner-fixed --set steps=500")(train)
+    app.command(epilog="Example: subquad tasks listops")(tasks)
+
+
+def train(
+    task: Annotated[str, typer.Argument(help="A task; `subquad tasks` lists them.")],
+    attention: Annotated[
+        str, typer.Option(help="A mechanism with its options; several with | between: the layers take them in turn.")
+    ] = "full",
+    recipe: Recipe = "small",
+    settings: Settings = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the data, the model and the order of examples.")] = 0,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder of the run; else out/train/TASK/ATTENTION/seedN.", show_default=False),
+    ] = None,
+    data: Data = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run in the folder, start anew.")] = False,
+) -> None:
+    """Train one model and test it. Checkpoints, log.jsonl, tensorboard curves and the best model go to a folder.
+
+    The best checkpoint is the one with the best validation metric; the test set is read once, with that one.
+    Under torchrun the batch is shared by the processes: torchrun --nproc-per-node 2 -m subquad train …
+    """
+    specs = split_attention(attention)
+    run = make_run(task, specs, recipe, settings, seed, folder, data)
+    from subquad.training.run import Interrupted, main_process
+    from subquad.training.run import train as start
+
+    try:
+        result = start(run, resume=resume, overwrite=overwrite)
+    except Interrupted as stop:
+        err().print(str(stop), soft_wrap=True)
+        raise typer.Exit(130) from None
+    if main_process():
+        show(result, run.out)
+
+
+def split_attention(text: str) -> list[str]:
+    specs = [piece.strip() for piece in text.split("|")]
+    if not all(specs):
+        raise typer.BadParameter(f"--attention is a spec, or several with | between, not {text!r}")
+    return specs
+
+
+def make_run(
+    task: str, specs: list[str], recipe: str, settings: Any, seed: int, folder: Path | None, data: Path | None
+):
+    """Everything that can be wrong with a request is found here, before anything is loaded or written."""
+    quiet()
+    from subquad.tasks import task as make_task
+    from subquad.training.run import Run, slug
+
+    made = make_task(task, recipe, tuple(settings or ()), data, seed)
+    where = folder or Path("out/train") / task / slug("+".join(specs)) / f"seed{seed}"
+    return Run(made, specs, where, recipe, seed)
+
+
+def quiet() -> None:
+    """transformers tells its own story on stderr; ours is enough."""
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|accelerate|torch")
+
+
+def show(result: dict[str, Any], folder: Path) -> None:
+    console = out()
+    numbers = "  ".join(f"{key} {value:.4f}" for key, value in result["test"].items())
+    console.print(f"[bold]test[/bold]  {numbers}", soft_wrap=True)
+    console.print(
+        f"best of {result['steps']} steps: {result['best_step']} (valid {result['metric']} {result['valid']:.4f}), "
+        f"{result['parameters']:,} parameters, {1e3 * result['step_seconds']:.0f} ms/step, "
+        f"{result['memory'] / 2**20:,.0f} MiB",
+        soft_wrap=True,
+    )
+    console.print(f"model: {folder / 'model'}", soft_wrap=True)
+
+
+def tasks(
+    name: Annotated[str | None, typer.Argument(help="A task, to see its recipes.", show_default=False)] = None,
+) -> None:
+    """List the tasks, or the recipes of one."""
+    from subquad.tasks import available, task_class
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    if name is None:
+        for title in ("task", "what", "head", "metric", "data"):
+            table.add_column(title)
+        for each in available():
+            cls = task_class(each)
+            table.add_row(each, cls.title, cls.head, cls.metric, "to get" if cls.needs_data else "generated")
+    else:
+        from subquad.attention.options import fields
+
+        recipes = task_class(name).recipes
+        for title in ("key", *recipes, "what it is"):
+            table.add_column(title)
+        for field in fields(type(next(iter(recipes.values())))):
+            table.add_row(field.name, *(str(getattr(each, field.name)) for each in recipes.values()), field.help)
+    out().print(table)

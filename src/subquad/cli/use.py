@@ -1,0 +1,72 @@
+"""`subquad eval`, `predict`, `generate`: what a trained model can do."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from subquad.cli.console import out
+from subquad.cli.train import Data, quiet
+
+Model = Annotated[Path, typer.Argument(help="Folder of a run, or of its model.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("eval", epilog="Example: subquad eval out/train/listops/full/seed0")(evaluate)
+    app.command(epilog="Example: echo '[MAX 2 9 [MIN 4 7 ] 0 ]' | subquad predict out/train/listops/full/seed0")(
+        predict
+    )
+    app.command(epilog="Example: subquad generate out/train/lm-bytes/full/seed0 --prompt 'To be'")(generate)
+
+
+def evaluate(
+    model: Model,
+    part: Annotated[str, typer.Option(help="test, valid or train.")] = "test",
+    data: Data = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Test a trained model again."""
+    if part not in ("test", "valid", "train"):
+        raise typer.BadParameter(f"--part must be test, valid or train, not {part!r}")
+    quiet()
+    from subquad.training import use
+
+    metrics = use.evaluate(*use.load(model, data), part)
+    if json:
+        print(jsonlib.dumps(metrics))
+    else:
+        out().print("  ".join(f"{key} {value:.4f}" for key, value in metrics.items()), soft_wrap=True)
+
+
+def predict(
+    model: Model,
+    text: Annotated[str | None, typer.Argument(help="One line; else --file, else stdin.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="One input per line.", show_default=False)] = None,
+) -> None:
+    """Ask a trained model: an answer per line."""
+    if text is not None and file is not None:
+        raise typer.BadParameter("give a text or --file, not both")
+    lines = [text] if text is not None else (sys.stdin if file is None else file.open()).read().splitlines()
+    quiet()
+    from subquad.training import use
+
+    for answer in use.predict(*use.load(model), lines):
+        print(answer, flush=True)
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")],
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+) -> None:
+    """Let a trained language model write."""
+    quiet()
+    from subquad.training import use
+
+    print(use.generate(*use.load(model), prompt, tokens, temperature, seed))

@@ -1,0 +1,78 @@
+"""Two texts, one answer: a dual encoder, as the Long Range Arena has it for Retrieval (Tay et al. 2021).
+
+    u, v = pooled states of the two texts, from one backbone, each coordinate normalised over all texts
+    logits = MLP([u, v, u · v, u - v])
+
+The texts meet only after pooling. Both go through the backbone as one batch, so that what a mechanism counts in a
+call (the density of SBM layers, for instance) covers both. The normalisation (BatchNorm without parameters) is ours:
+pooled vectors of long texts are almost the same, whatever the text, and u · v is blind until that common part is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.models.config import SubquadConfig
+from subquad.models.heads import Head, Scores, cross_entropy, pool
+
+
+class SubquadForPairClassification(Head):
+    """One answer per pair of sequences. The classifier has two hidden layers with ReLU, as the Arena's."""
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        widths = (4 * config.hidden_size, config.intermediate_size, max(config.intermediate_size // 2, 1))
+        layers: list[nn.Module] = [nn.Dropout(config.dropout)]
+        for before, after in zip(widths, (*widths[1:], config.num_labels), strict=True):
+            layers += [_linear(before, after), nn.ReLU()]
+        self.classifier = nn.Sequential(*layers[:-1])
+        self.norm = nn.BatchNorm1d(config.hidden_size, affine=False)  # two texts a pair: never a batch of one
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pair_ids: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool = False,
+        return_dict: bool = True,
+    ) -> Scores | tuple[Any, ...]:
+        """input_ids (B, n), pair_ids (B, m), masks of the same shapes (1 = real); logits (B, labels)."""
+        ids, mask = together(input_ids, attention_mask, pair_ids, pair_mask)  # (2B, max(n, m))
+        states = self.encoder(ids, mask, output_hidden_states=output_hidden_states)
+        pooled = pool(states.last_hidden_state, mask, self.config.pooling)  # (2B, D)
+        u, v = self.norm(pooled).chunk(2)  # (B, D) each
+        logits = self.classifier(torch.cat([u, v, u * v, u - v], -1))  # (B, labels)
+        loss = None if labels is None else self.with_density(cross_entropy(logits, labels))
+        output = Scores(loss, logits, states.hidden_states, self.density())
+        return output if return_dict else output.to_tuple()
+
+
+def together(
+    input_ids: Tensor | None, attention_mask: Tensor | None, pair_ids: Tensor | None, pair_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Both texts as one batch (2B, max(n, m)), the first ones first; a mask only where something is padded."""
+    if input_ids is None or pair_ids is None:
+        raise ValueError(f"{'input_ids' if input_ids is None else 'pair_ids'} is missing: a pair is two texts")
+    if input_ids.shape[0] != pair_ids.shape[0]:
+        raise ValueError(f"{input_ids.shape[0]} input_ids and {pair_ids.shape[0]} pair_ids: every text needs its pair")
+    longest = max(input_ids.shape[1], pair_ids.shape[1])
+    texts, masks = (input_ids, pair_ids), (attention_mask, pair_mask)
+    ids = torch.cat([F.pad(x, (0, longest - x.shape[1])) for x in texts])
+    if attention_mask is None and pair_mask is None and input_ids.shape == pair_ids.shape:
+        return ids, None
+    real = [torch.ones_like(x) if mask is None else mask for x, mask in zip(texts, masks, strict=True)]
+    return ids, torch.cat([F.pad(x.long(), (0, longest - x.shape[1])) for x in real])
+
+
+def _linear(before: int, after: int) -> nn.Linear:
+    layer = nn.Linear(before, after)
+    nn.init.xavier_uniform_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer

@@ -1,0 +1,73 @@
+"""Tasks: name → class, one line each, imported when first asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from subquad.names import unknown
+
+if TYPE_CHECKING:
+    from subquad.tasks.base import Task
+
+_TASKS: dict[str, Any] = {
+    "needle": "subquad.tasks.needle:Needle",
+    "repeated-tokens": "subquad.tasks.repeated_tokens:RepeatedTokens",
+    "copying": "subquad.tasks.copying:Copying",
+    "copying-causal": "subquad.tasks.copying:CausalCopying",
+    "listops": "subquad.tasks.listops:ListOps",
+    "text": "subquad.tasks.text:Text",
+    "image": "subquad.tasks.image:Image",
+    "retrieval": "subquad.tasks.retrieval:Retrieval",
+    "pathfinder": "subquad.tasks.pathfinder:Pathfinder",
+    "lm-bytes": "subquad.tasks.bytes:Bytes",
+    "lm-words": "subquad.tasks.words:Words",
+    "lm-books": "subquad.tasks.books:Books",
+    "image-density": "subquad.tasks.density:ImageDensity",
+    "translation": "subquad.tasks.translation:Translation",
+    "mlm": "subquad.tasks.mlm:Mlm",
+    "glue-cola": "subquad.tasks.glue:Cola",
+    "glue-sst2": "subquad.tasks.glue:Sst2",
+    "glue-mrpc": "subquad.tasks.glue:Mrpc",
+    "glue-stsb": "subquad.tasks.glue:Stsb",
+    "glue-qqp": "subquad.tasks.glue:Qqp",
+    "glue-mnli": "subquad.tasks.glue:Mnli",
+    "glue-qnli": "subquad.tasks.glue:Qnli",
+    "glue-rte": "subquad.tasks.glue:Rte",
+    "glue-wnli": "subquad.tasks.glue:Wnli",
+}
+
+
+def available() -> tuple[str, ...]:
+    """The names of all tasks."""
+    return tuple(_TASKS)
+
+
+def register(name: str, cls: type[Task], *, replace: bool = False) -> None:
+    """Make a task of your own available under `name`, also on the command line of your own program."""
+    if name in _TASKS and not replace:
+        raise ValueError(f"name {name!r} is taken; pass replace=True to replace it")
+    cls.name = name
+    _TASKS[name] = cls
+
+
+def task_class(name: str) -> type[Task]:
+    """The class registered under `name`."""
+    if name not in _TASKS:
+        raise unknown("task", name, _TASKS)
+    entry = _TASKS[name]
+    if isinstance(entry, str):
+        module, _, attribute = entry.partition(":")
+        entry = getattr(import_module(module), attribute)
+        entry.name = name
+        _TASKS[name] = entry
+    return entry
+
+
+def task(name: str, recipe: str = "small", settings: tuple[str, ...] = (), data: Path | None = None, seed: int = 0):
+    """A task under one of its recipes, with `key=value` changes: task("listops", "small", ("steps=100",))."""
+    cls = task_class(name)
+    if recipe not in cls.recipes:
+        raise unknown(f"recipe of {name}", recipe, cls.recipes)
+    return cls(cls.recipes[recipe].changed(name, settings), data, seed)

@@ -1,0 +1,277 @@
+"""Language modelling at length: the next subword of books (PG-19), of sentences (One Billion Words), of any texts.
+
+Windows never cross a document: each begins at position 0 with tokens of one document, between <s> and </s>, and a
+window that a document does not fill is padded. Two documents are not packed into one window, because only a mask that
+is block-diagonal would keep them apart, and the attentions here have none: every token of a window may see every
+earlier one. So no label is predicted from another document, and memory does not matter: tokens are mapped from a file
+in the cache that is written once, document by document, and a long book is read line by line.
+
+Sources: pg19 (Rae et al. 2020: its folders train, validation and test, or a tar of some books, of which one tenth
+validates and one tenth tests), lm1b (Chelba et al. 2013: every line is a document; held-out file 0 tests, file 1
+validates), folder (any folder of .txt files, parted like a tar of books). `lm-bytes` reads PG-19 as one text of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from subquad.attention.options import option
+from subquad.tasks import subwords
+from subquad.tasks.base import Example, Splits, Task
+from subquad.tasks.bytes import PG19
+from subquad.tasks.corpus import Corpus, Document, signature, tokenised
+from subquad.tasks.datasets import Windows
+from subquad.tasks.files import Source, decoded, members, read_lines
+from subquad.tasks.language import entropy
+from subquad.tasks.recipe import Recipe
+from subquad.tasks.subwords import cached_tokenizer, encode_all
+
+BEGIN, END = "<s>", "</s>"
+SPECIALS = (subwords.PAD, BEGIN, END)
+BLOCK = 1 << 16  # characters of a book that are encoded together
+SAMPLE, SHARE = 10_000_000, 1_000_000  # characters that the tokenizer is trained on, and of one document
+LM1B = Source(
+    "lm1b",
+    "1-billion-word-language-modeling-benchmark-r13output.tar.gz, unpacked",
+    "https://www.statmt.org/lm-benchmark/",
+)
+ROOT, TRAINING, HELDOUT = (
+    "1-billion-word-language-modeling-benchmark-r13output",
+    "training-monolingual.tokenized.shuffled",
+    "heldout-monolingual.tokenized.shuffled",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BooksRecipe(Recipe):
+    """`train_size` and `eval_size` count windows, spread evenly over all documents."""
+
+    source: Literal["pg19", "lm1b", "folder"] = option("pg19", "the texts")
+    path: str | None = option(None, "the folder of source=folder")
+    subwords: int = option(32_000, "tokens in the vocabulary", ge=256 + len(SPECIALS))
+    stride: int | None = option(None, "step of the windows of an evaluation; None = length - 1, no overlap", ge=1)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The documents of a part of the data, read anew at every call. `source` names them in the cache."""
+
+    source: str
+    documents: Callable[[], Iterable[Document]]
+
+
+class Books(Task):
+    """Recipe `paper`: PG-19 in Composite Slice, A.7.2 (table 9): GPT-2 (12 layers of 768, 12 heads), 1,000,000 steps,
+    batch 32, rate 1e-3, decay 0.1. Of its lengths 1024 is taken here; schedule and warm-up are not given (cosine, 2000
+    here), and the second β of AdamW is 0.999, not 0.99.
+
+    `lm1b` is One Billion Words in Sparse Transformers, G.2: 12 blocks of 256, 8 heads, feed-forward 1024, length 256,
+    10,000 warm-up steps of 240,000. Heads have width 32 here, not 64, and the optimiser is AdamW, not Adafactor; the
+    batch of 4096 tokens on each of 8 chips is 128 sequences; rate (1e-3) and vocabulary (32,000) are not given.
+    """
+
+    title = "language modelling at length on subwords (PG-19, One Billion Words, any folder of texts)"
+    paper = "Composite Slice, A.7.2; Sparse Transformers, G.2"
+    head = "causal-lm"
+    metric = "perplexity"
+    larger_is_better = False
+    needs_data = True
+    recipes = {  # noqa: RUF012
+        "small": BooksRecipe(
+            length=512, width=128, layers=2, heads=4, feedforward=512, subwords=2000, steps=300, batch=8, rate=3e-3,
+            warmup=30, evaluate=100, eval_size=60, stride=256,
+        ),
+        "paper": BooksRecipe(
+            length=1024, width=768, layers=12, heads=12, feedforward=3072, dropout=0.1, attention_dropout=0.1,
+            subwords=50_257, steps=1_000_000, batch=32, rate=1e-3, warmup=2000, decay=0.1, evaluate=10_000, stride=512,
+        ),
+        "lm1b": BooksRecipe(
+            source="lm1b", length=256, width=256, layers=12, heads=8, feedforward=1024, dropout=0.1, subwords=32_000,
+            steps=240_000, batch=128, rate=1e-3, warmup=10_000, schedule="sqrt", evaluate=5000,
+        ),
+    }  # fmt: skip
+
+    tokenizer: Tokenizer | None = None
+
+    def load(self) -> Splits:
+        r = self.recipe
+        if (r.source == "folder") != (r.path is not None):
+            raise ValueError(f"{self.name}: path must be given with source=folder, and only then (source={r.source})")
+        if r.length < 2:
+            raise ValueError(f"{self.name}: length must be ≥ 2, not {r.length}")
+        parts = self.texts()
+        if self.tokenizer is None:
+            self.tokenizer = cached_tokenizer(sample(parts[0].documents()), r.subwords, SPECIALS)
+        found = [tokenised(part.source, part.documents, self.tokenizer, (BEGIN, END)) for part in parts]
+        self.test = found[2]
+        step = r.stride or r.length - 1
+        return Splits(
+            DocumentWindows(found[0], r.length, r.length - 1, r.train_size),
+            DocumentWindows(found[1], r.length, step, r.eval_size),
+            DocumentWindows(found[2], r.length, step, r.eval_size),
+        )
+
+    def texts(self) -> list[Texts]:
+        """Training, validation and test texts."""
+        r = self.recipe
+        if r.source == "lm1b":
+            return one_billion_words(self.data)
+        if r.source == "folder":
+            return drawn(Path(r.path), self.seed)
+        path = PG19.find(self.data, "train", "books.tar")
+        if path.name != "train":
+            return drawn(path, self.seed)
+        return [whole(path), *(whole(PG19.find(self.data, part)) for part in ("validation", "test"))]
+
+    def vocabulary(self) -> dict[str, Any]:
+        assert self.tokenizer is not None, "load or restore first"
+        ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        return {"vocab_size": self.tokenizer.get_vocab_size(), **ids}
+
+    def baselines(self) -> dict[str, float]:
+        """Perplexity of the test tokens under their own frequencies: the best without context (after `load`)."""
+        return {"unigram": 2 ** entropy(self.test.tokens)}
+
+    def encode(self, text: str) -> Example:
+        """The beginning of a document."""
+        assert self.tokenizer is not None, "load or restore first"
+        return {"input_ids": torch.tensor([SPECIALS.index(BEGIN), *encode_all(self.tokenizer, [text])[0]])}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        assert self.tokenizer is not None, "load or restore first"
+        return subwords.text_of(self.tokenizer, ids)
+
+    def answer(self, logits: Tensor) -> str:
+        """The likeliest next token after the text, logits (n, V)."""
+        return self.decode([int(logits[-1].argmax(-1))])
+
+    def save(self, folder: Path) -> None:
+        assert self.tokenizer is not None, "load first"
+        subwords.save(self.tokenizer, folder)
+
+    def restore(self, folder: Path) -> None:
+        self.tokenizer = subwords.load(folder)
+
+
+class DocumentWindows(Dataset):
+    """`Windows` over each document of a corpus, one document after another; `size` of them, evenly spread."""
+
+    def __init__(self, corpus: Corpus, length: int, stride: int, size: int | None = None) -> None:
+        if not 1 <= stride < length:
+            raise ValueError(f"stride must be between 1 and length - 1 = {length - 1}, not {stride}")
+        self.tokens, self.bounds, self.length, self.stride = corpus.tokens, corpus.bounds, length, stride
+        beyond = np.maximum(np.diff(self.bounds) - length, 0)  # (D,) tokens after the first window
+        self.last = (1 + -(-beyond // stride)).cumsum()  # (D,) windows up to the end of each document
+        self.total = int(self.last[-1]) if len(self.last) else 0
+        self.size = self.total if size is None else min(size, self.total)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        window = index * self.total // self.size
+        document = int(np.searchsorted(self.last, window, "right"))
+        inside = window - (int(self.last[document - 1]) if document else 0)
+        tokens = self.tokens[self.bounds[document] : self.bounds[document + 1]]
+        return Windows(tokens, self.length, self.stride)[inside]
+
+
+# ---- reading --------------------------------------------------------------------------------------------------
+
+
+def whole(path: Path) -> Texts:
+    """All books of a folder."""
+    names = book_names(path)
+    return Texts(f"{signature(path / name.partition('/')[2] for name in names)} books", lambda: books(path, set(names)))
+
+
+def drawn(path: Path, seed: int) -> list[Texts]:
+    """The books of a folder or an archive in three parts, drawn by the seed: 8/10, 1/10, 1/10, at least one each."""
+    names = book_names(path)
+    if len(names) < 3:
+        raise ValueError(f"{path} holds {len(names)} .txt files; 3 at least are needed, to train, validate and test")
+    order = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
+    tenth = max(1, len(names) // 10)
+    parts = (order[2 * tenth :], order[:tenth], order[tenth : 2 * tenth])
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    return [Texts(f"{signature(files)} {sorted(part)} books", _reader(path, set(part))) for part in parts]
+
+
+def _reader(path: Path, names: set[str]) -> Callable[[], Iterable[Document]]:
+    return lambda: books(path, names)
+
+
+def book_names(path: Path) -> list[str]:
+    """Names as `members` gives them, sorted."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} not found: give a folder of .txt files")
+    if path.is_dir():
+        return sorted(file.relative_to(path.parent).as_posix() for file in path.rglob("*.txt"))
+    return sorted(name for name, _ in members(path, lambda name: name.endswith(".txt")))
+
+
+def books(path: Path, names: set[str]) -> Iterator[Document]:
+    """The named books of a folder (read line by line) or of an archive (one by one)."""
+    if path.is_dir():
+        for name in sorted(names):
+            yield blocks(read_lines(path.parent / name))
+    else:
+        for name, content in members(path, names.__contains__):
+            yield blocks(decoded(f"{path}: {name}", BytesIO(content)))
+
+
+def blocks(lines: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """A text cut before some of its line ends, which are kept, into pieces that are encoded one by one."""
+    block: list[str] = []
+    size = 0
+    for number, line in lines:
+        if size >= BLOCK:
+            yield "".join(block)
+            block, size = [], 0
+        block.append(line if number == 1 else f"\n{line}")
+        size += len(line) + 1
+    if block:
+        yield "".join(block)
+
+
+def one_billion_words(data: Path | None) -> list[Texts]:
+    """Every line of the training files; of held-out files 1 and 0 for validation and test."""
+    folder = LM1B.find(data, f"{ROOT}/{TRAINING}", TRAINING)
+    files = sorted(folder.glob("news.en-*-of-00100*"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no news.en-000xx-of-00100; get {LM1B.what} from {LM1B.origin}")
+    near = f"{ROOT}/{HELDOUT}" if folder.parent.name == ROOT else HELDOUT
+    valid, test = (LM1B.find(data, f"{near}/news.en.heldout-0000{k}-of-00050") for k in (1, 0))
+    return [Texts(f"{signature(part)} lines", _lines(part)) for part in (files, [valid], [test])]
+
+
+def _lines(files: Sequence[Path]) -> Callable[[], Iterable[Document]]:
+    return lambda: ([line] for file in files for _, line in read_lines(file) if line.strip())
+
+
+def sample(documents: Iterable[Document]) -> list[str]:
+    """The beginnings of the first documents, for the tokenizer."""
+    found, total = [], 0
+    for document in documents:
+        size = 0
+        for piece in document:
+            found.append(piece)
+            size += len(piece)
+            if size >= SHARE:
+                break
+        total += size
+        if total >= SAMPLE:
+            break
+    return found

@@ -1,0 +1,127 @@
+"""Language modelling on bytes: the next byte of a text, in bits per byte.
+
+Sources: enwik8 (the first 10⁸ bytes of Wikipedia of 2006, split 90 / 5 / 5 million as customary), pg19 (books of
+Project Gutenberg, Rae et al. 2020: the official folders train, validation, test, or any tar of books, split 90/5/5 %),
+shakespeare (the 1.1 MB of Karpathy's char-rnn, split 90/5/5 %), or any file, split 90/5/5 %. Ids are the bytes
+themselves. Packed files are unpacked once into a cache, and texts are mapped, not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.attention.options import option
+from subquad.tasks.base import Example
+from subquad.tasks.cache import mapped, pieces
+from subquad.tasks.files import OPENERS, Source, members
+from subquad.tasks.language import Language, LanguageRecipe, Texts, split
+
+ENWIK8 = Source("enwik8", "enwik8.zip, packed or unpacked to enwik8", "http://mattmahoney.net/dc/textdata.html")
+PG19 = Source(
+    "pg19",
+    "PG-19, its folders train, validation and test, or a tar of some of its books, books.tar",
+    "https://github.com/google-deepmind/pg19",
+)
+SHAKESPEARE = Source(
+    "shakespeare",
+    "input.txt of tiny shakespeare",
+    "https://github.com/karpathy/char-rnn/tree/master/data/tinyshakespeare",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BytesRecipe(LanguageRecipe):
+    source: Literal["enwik8", "pg19", "shakespeare", "file"] = option("enwik8", "the text")
+
+
+class Bytes(Language):
+    """Recipe `paper`: the language model of the Combiner paper, appendix E.3 (12 layers of 768, length 2048).
+
+    There it runs on sentence pieces of Wiki-40B; here on the bytes of enwik8. The paper is silent on the learning rate
+    (2.5e-4 here), the betas and the weight decay of Adam (none here), dropout (none).
+    """
+
+    title = "language modelling on bytes (enwik8, PG-19, Shakespeare, any file)"
+    paper = "Combiner, E.3; Composite Slice, A.7.2 (PG-19)"
+    metric = "bits_per_byte"
+    recipes = {  # noqa: RUF012
+        "small": BytesRecipe(
+            source="shakespeare", length=512, width=128, layers=2, heads=4, feedforward=512, steps=1000, batch=4,
+            rate=2e-3, warmup=50, evaluate=250, eval_size=50, stride=256,
+        ),
+        "paper": BytesRecipe(
+            source="enwik8", length=2048, width=768, layers=12, heads=12, feedforward=3072, steps=125000, batch=128,
+            rate=2.5e-4, warmup=10000, decay=0.0, evaluate=1000, stride=1024,
+        ),
+    }  # fmt: skip
+
+    def texts(self) -> Texts:
+        source = self.recipe.source
+        if source == "enwik8":
+            return read_enwik8(ENWIK8.find(self.data, "enwik8", "enwik8.zip"))
+        if source == "pg19":
+            return self._books()
+        if source == "shakespeare":
+            return split(read_text(SHAKESPEARE.find(self.data, "input.txt")))
+        return split(read_text(Path(self.recipe.path)))
+
+    def _books(self) -> Texts:
+        """The official folders, or one archive of books that is cut."""
+        path = PG19.find(self.data, "train", "books.tar")
+        if path.name != "train":
+            return split(mapped(path, books))
+        valid, test = (PG19.find(self.data, part) for part in ("validation", "test"))
+        return mapped(path, books), mapped(valid, books), mapped(test, books)
+
+    def vocabulary(self) -> dict[str, Any]:
+        return {"vocab_size": 256}
+
+    def measure(self, statistics: np.ndarray) -> dict[str, float]:
+        per_byte = super().measure(statistics)
+        return {"bits_per_byte": per_byte["bits"], **{key: per_byte[key] for key in ("perplexity", "accuracy")}}
+
+    def encode(self, text: str) -> Example:
+        if not text:
+            raise ValueError(f"{self.name}: the text is empty, and needs one byte at least")
+        return {"input_ids": torch.tensor(list(text.encode()))}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are no UTF-8 (a model may write any) show as �."""
+        return bytes(int(token) for token in ids).decode("utf-8", "replace")
+
+    def answer(self, logits: Tensor) -> str:
+        """The likeliest next byte after the text, logits (n, 256)."""
+        return self.decode([int(logits[-1].argmax(-1))])
+
+
+def read_text(path: Path) -> np.ndarray:
+    """Any file as bytes (N,), plain, packed, or the files of a zip one after another."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} not found" if not path.exists() else f"{path} is a folder, not a text file")
+    if path.suffix == ".zip":
+        return mapped(path, contents)
+    return mapped(path, pieces if path.suffix in OPENERS else None)
+
+
+def read_enwik8(path: Path) -> Texts:
+    text = read_text(path)
+    if len(text) != 100_000_000:
+        raise ValueError(f"{path} has {len(text):,} bytes; enwik8 has 100,000,000: get it again from {ENWIK8.origin}")
+    return text[:90_000_000], text[90_000_000:95_000_000], text[95_000_000:]
+
+
+def contents(path: Path) -> Iterator[bytes]:
+    """The files of an archive, one after another."""
+    return (content for _, content in members(path))
+
+
+def books(path: Path) -> Iterator[bytes]:
+    """The text files of a folder or an archive, one after another."""
+    return (content for _, content in members(path, lambda name: name.endswith(".txt")))

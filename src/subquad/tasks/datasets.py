@@ -1,0 +1,90 @@
+"""The datasets that tasks hand out: examples in memory, examples made on demand, windows over one long text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset
+
+from subquad.tasks.base import IGNORED, Example, Splits
+from subquad.tasks.recipe import Recipe
+
+
+class Examples(Dataset):
+    """Examples in memory: ids as arrays of any length (kept as they are, small types stay small) and their labels."""
+
+    def __init__(self, ids: Sequence[np.ndarray], labels: Sequence) -> None:
+        if len(ids) != len(labels):
+            raise ValueError(f"{len(ids)} inputs and {len(labels)} labels")
+        self.ids, self.labels = ids, labels
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Example:
+        ids = torch.from_numpy(np.asarray(self.ids[index], dtype=np.int64))
+        return {"input_ids": ids, "labels": torch.as_tensor(self.labels[index])}
+
+
+class Made(Dataset):
+    """Examples made on demand: number i of a split is drawn from its own seed, so order and restarts do not matter."""
+
+    def __init__(self, make: Callable[[np.random.Generator], Example], size: int, seed: tuple[int, ...]) -> None:
+        self.make, self.size, self.seed = make, size, seed
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return self.make(np.random.default_rng((*self.seed, index)))
+
+
+class Windows(Dataset):
+    """Windows over one long sequence of tokens (an array, also a memory-mapped one), for language models.
+
+    Window w starts at w · stride, the last one may be shorter. With stride < length the windows overlap, and only
+    the tokens that no window before has held count: sliding-window evaluation, every token but the first is predicted
+    once, with at least length - stride tokens of context. With stride = length (training) the first token of each
+    window is not predicted.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, stride: int | None = None) -> None:
+        if len(tokens) < 2:
+            raise ValueError(f"a text of {len(tokens)} tokens is too short: a language model needs two at least")
+        self.tokens, self.length, self.stride = tokens, length, length if stride is None else stride
+        if not 1 <= self.stride <= length:
+            raise ValueError(f"stride must be between 1 and length={length}, not {stride}")
+
+    def __len__(self) -> int:
+        return 1 + -(-max(len(self.tokens) - self.length, 0) // self.stride)
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self.stride
+        ids = torch.from_numpy(np.asarray(self.tokens[start : start + self.length], dtype=np.int64))
+        labels = ids.clone()
+        if index:
+            labels[: self.length - self.stride] = IGNORED
+        return {"input_ids": ids, "labels": labels}
+
+
+def divided(train: Dataset, test: Dataset, valid: int, recipe: Recipe, seed: int) -> Splits:
+    """Splits of a labelled data set that has no validation part: `valid` training examples, drawn by seed, become one.
+
+    `train_size` and `eval_size` of the recipe take a part of each, drawn too: files are often sorted by class.
+    """
+    rng = np.random.default_rng(seed)
+    order, tests = rng.permutation(len(train)).tolist(), rng.permutation(len(test)).tolist()  # type: ignore[arg-type]
+    if valid >= len(order):
+        raise ValueError(f"valid must be less than the {len(order)} training examples, not {valid}")
+    parts = (("train_size", order[valid:]), ("eval_size", order[:valid]), ("eval_size", tests))
+    for key, part in parts:
+        if (getattr(recipe, key) or 0) > len(part):
+            raise ValueError(f"{key} must be at most {len(part)}, what the data has, not {getattr(recipe, key)}")
+    indices = [part[: getattr(recipe, key)] for key, part in parts]
+    return Splits(Subset(train, indices[0]), Subset(train, indices[1]), Subset(test, indices[2]))

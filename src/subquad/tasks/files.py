@@ -1,0 +1,120 @@
+"""Data sets on disk: where they are looked for, what to do when they are missing, and reading packed files."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+BROKEN = (EOFError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error, OSError, ValueError)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A public data set: its folder in the data directory, what a user has to get, and from where."""
+
+    folder: str
+    what: str  # «CIFAR-10, binary version: data_batch_1.bin … data_batch_5.bin, test_batch.bin»
+    origin: str  # «the CIFAR-10 page of Alex Krizhevsky, University of Toronto»
+
+    def look(self, data: Path | None, *names: str) -> Path | None:
+        """The first of the names that exists, plain or packed (.gz .xz .bz2); None if there is none."""
+        folder = data_directory(data) / self.folder
+        candidates = (folder / f"{name}{end}" for name in names for end in ("", *OPENERS))
+        return next((path for path in candidates if path.exists()), None)
+
+    def find(self, data: Path | None, *names: str) -> Path:
+        """As `look`, but an error tells what to get."""
+        path = self.look(data, *names)
+        if path is not None:
+            return path
+        folder = data_directory(data) / self.folder
+        raise FileNotFoundError(
+            f"{' or '.join(names)} not found in {folder} (also looked for {' '.join(OPENERS)}): get {self.what} from "
+            f"{self.origin} and put it there; --data DIR or SUBQUAD_DATA names another data directory"
+        )
+
+
+def data_directory(data: Path | None) -> Path:
+    """The directory of data sets: given, or $SUBQUAD_DATA, or ./data."""
+    return Path(data or os.environ.get("SUBQUAD_DATA") or "data")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file, unpacked on the way; a broken one is an error with its name."""
+    try:
+        with OPENERS.get(path.suffix, open)(path, "rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except BROKEN as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        raise ValueError(f"{path} cannot be read: {error or type(error).__name__}; get it again") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    with opened(path) as file:
+        return file.read()
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, line) from 1, without the line ends; only a newline ends a line. Bad UTF-8 is an error with its line."""
+    with opened(path) as file:
+        yield from decoded(str(path), file)
+
+
+def decoded(name: str, lines: Iterable[bytes]) -> Iterator[tuple[int, str]]:
+    """As `read_lines`, of lines from elsewhere; `name` is for the error."""
+    for number, raw in enumerate(lines, 1):
+        try:
+            yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name}, line {number}: not UTF-8 ({error.reason})") from None
+
+
+def members(path: Path, wanted: Callable[[str], Any] = bool) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of the wanted files in a folder (sorted), a tar (packed or not) or a zip (in its own order)."""
+    try:
+        if path.is_dir():
+            for file in sorted(path.rglob("*")):
+                name = file.relative_to(path.parent).as_posix()  # begins with the folder, as in an archive of it
+                if file.is_file() and wanted(name):
+                    yield name, file.read_bytes()
+            return
+        if path.suffix == ".zip" or zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                for name in archive.namelist():
+                    if not name.endswith("/") and wanted(name):
+                        yield name, archive.read(name)
+            return
+        with tarfile.open(path) as archive:
+            for entry in archive:
+                if entry.isfile() and wanted(entry.name):
+                    content = archive.extractfile(entry)
+                    assert content is not None
+                    yield entry.name, content.read()
+    except FileNotFoundError:
+        raise
+    except (EOFError, lzma.LZMAError, OSError, tarfile.TarError, zipfile.BadZipFile, zlib.error) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__  # tarfile goes on with what it tried
+        raise ValueError(f"{path} cannot be read: {reason}; get it again") from error
+
+
+def member(path: Path, *ends: str) -> bytes:
+    """The first file of an archive whose name ends in one of `ends`."""
+    for name, content in members(path):
+        if name.endswith(ends):
+            return content
+    raise ValueError(f"{path} holds no file named {' or '.join(ends)}")

@@ -1,0 +1,81 @@
+"""What language models share, whatever their tokens: three texts, windows over them, entropies to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from subquad.attention.options import option
+from subquad.tasks.base import Splits, Task
+from subquad.tasks.datasets import Windows
+from subquad.tasks.recipe import Recipe
+
+Texts = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens of the training, validation and test text
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageRecipe(Recipe):
+    """`train_size` and `eval_size` count windows: the first ones of the training, validation and test text."""
+
+    path: str | None = option(None, "the text file of source=file")
+    stride: int | None = option(None, "step of the windows of an evaluation; None = length, no overlap", ge=1)
+
+
+class Language(Task):
+    """A causal language model over long texts. A kind of token writes `texts`, `vocabulary`, `encode`, `decode`."""
+
+    head = "causal-lm"
+    larger_is_better = False
+    needs_data = True
+
+    def load(self) -> Splits:
+        r = self.recipe
+        if (r.source == "file") != (r.path is not None):
+            raise ValueError(f"{self.name}: path must be given with source=file, and only then (source={r.source})")
+        train, valid, test = self.texts()
+        for part, text in zip(("training", "validation", "test"), (train, valid, test), strict=True):
+            if len(text) < 2:
+                raise ValueError(f"{self.name}: the {part} text has {len(text)} tokens, and needs 2 at least")
+        self.test = first(test, r.length, r.stride or r.length, r.eval_size)
+        return Splits(
+            Windows(first(train, r.length, r.length, r.train_size), r.length),
+            Windows(first(valid, r.length, r.stride or r.length, r.eval_size), r.length, r.stride),
+            Windows(self.test, r.length, r.stride),
+        )
+
+    def texts(self) -> Texts:
+        """Read the data."""
+        raise NotImplementedError
+
+    def baselines(self) -> dict[str, float]:
+        """Bits per token of the test text under its own unigram and bigram statistics (after `load`)."""
+        unigram, bigram = entropies(self.test)
+        return {"unigram": unigram, "bigram": bigram}
+
+
+def first(text: np.ndarray, length: int, stride: int, windows: int | None) -> np.ndarray:
+    """The part of a text that its first windows cover."""
+    return text if windows is None else text[: length + (windows - 1) * stride]
+
+
+def split(text: np.ndarray) -> Texts:
+    """90 % to train, 5 % to validate, 5 % to test, in this order."""
+    a, b = len(text) * 90 // 100, len(text) * 95 // 100
+    return text[:a], text[a:b], text[b:]
+
+
+def entropies(tokens: np.ndarray) -> tuple[float, float]:
+    """(H(x_t), H(x_t | x_{t-1})) in bits: what the best model without context, and with one token of it, could reach.
+
+    The statistics are those of the very text that is measured, so no model of these two kinds does better on it; for
+    words, most pairs of which occur once in a short text, the second is far below what can be learned.
+    """
+    tokens = np.asarray(tokens, dtype=np.int64)  # (N,)
+    pairs = tokens[:-1] * (tokens.max() + 1) + tokens[1:]
+    return entropy(tokens), entropy(pairs) - entropy(tokens[:-1])
+
+
+def entropy(symbols: np.ndarray) -> float:
+    share = np.unique(symbols, return_counts=True)[1] / len(symbols)
+    return float(-(share * np.log2(share)).sum())

@@ -1,0 +1,279 @@
+"""Masked language modelling (Devlin et al. 2019): guess the tokens that are hidden in a text.
+
+An example is [CLS] A [SEP] B [SEP], where A and B are consecutive: as many whole sentences of one document as fit in
+the length (a longer sentence is cut), parted into A and B at the end of a sentence nearest to the middle; a single
+sentence is A alone. Every token but the specials is chosen with probability 15 %; of the chosen ones 80 % become
+[MASK], 10 % a token drawn uniformly, 10 % stay as they are. The labels are the chosen tokens. There is no
+next-sentence loss: none of the papers here reports one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from subquad.attention.options import option
+from subquad.tasks import subwords
+from subquad.tasks.base import IGNORED, Example, Splits, Task
+from subquad.tasks.corpus import Corpus, signature, tokenised
+from subquad.tasks.files import Source, decoded, members, read_lines
+from subquad.tasks.recipe import Recipe
+from subquad.tasks.subwords import SPECIALS, cached_tokenizer, encode_all, framed
+
+CHOSEN, HIDDEN, DRAWN = 0.15, 0.8, 0.1
+COPIES = 10  # different masks of a training example, as many as BERT made
+SAMPLE = 50_000  # sentences that the tokenizer is trained on
+SPECIAL = len(SPECIALS)  # ids below are specials
+MASKED = SPECIALS.index(subwords.MASK)
+SENTENCE = re.compile(r"(?<=[.!?])\s+")
+TITLE = re.compile(r" = [^=].*[^=] = $")
+WIKITEXT = Source(
+    "wikitext-2", "wikitext-2-raw-v1.zip or wikitext-2-v1.zip", "the WikiText page of Salesforce Research (S. Merity)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlmRecipe(Recipe):
+    path: str | None = option(None, "a text file or a folder of .txt files, each a document; None = WikiText-2")
+    subwords: int = option(4000, "tokens in the vocabulary", ge=256 + SPECIAL)
+
+
+class Mlm(Task):
+    """Recipe `paper`: the pre-training of SBM-Transformer, table 7, column BERT: 4 layers of 512, 8 heads, hidden
+    2048, length 512, batch 256, rate 1e-4, 50,265 tokens. It runs for 50 epochs of a corpus whose size is not given;
+    50,000 steps here. Where blocks are normalised, the warm-up and the schedule are those of BERT.
+
+    `base` is BERT-base: Sparse Transformers, G.4 (length 128, 450,000 steps); rate, batch, warm-up and dropout from
+    Devlin et al. 2019, which G.4 and Composite Slice A.8.1 (900,000 steps) refer to. `c4` is Combiner, E.5: as its
+    E.3 (12 layers of 768, pre-norm, 125,000 steps, batch 128, 10,000 warm-up steps, cosine), 2 segments, length 2048.
+    Rate, decay and dropout are not given there (2.5e-4, 0.01 and none here).
+    The papers' corpora (Wikipedia, BooksCorpus, RealNews, C4) are given by `path`.
+
+    `small` has rotary positions: with learned or sinusoidal ones a model of this size is still guessing by frequency
+    after several hundred steps. Attentions that work on tokens (composite-slice) take positions=own instead.
+    """
+
+    title = "masked language modelling on subwords (WikiText-2, any text)"
+    paper = "SBM-Transformer, table 7; Sparse Transformers, G.4; Composite Slice, table 5; Combiner, table 6"
+    head = "masked-lm"
+    metric = "perplexity"
+    larger_is_better = False
+    needs_data = True
+    recipes = {  # noqa: RUF012
+        "small": MlmRecipe(
+            length=64, width=128, layers=2, heads=4, feedforward=512, positions="rotary", subwords=1000, steps=1200,
+            batch=32, rate=2e-3, warmup=50, evaluate=200, eval_size=400,
+        ),
+        "paper": MlmRecipe(
+            length=512, width=512, layers=4, heads=8, feedforward=2048, norm="post", dropout=0.1, attention_dropout=0.1,
+            subwords=50265, steps=50_000, batch=256, rate=1e-4, warmup=5000, schedule="linear", evaluate=1000,
+        ),
+        "base": MlmRecipe(
+            length=128, width=768, layers=12, heads=12, feedforward=3072, norm="post", dropout=0.1,
+            attention_dropout=0.1, subwords=30522, steps=450_000, batch=256, rate=1e-4, warmup=10_000,
+            schedule="linear", evaluate=5000,
+        ),
+        "c4": MlmRecipe(
+            length=2048, width=768, layers=12, heads=12, feedforward=3072, subwords=32_000, steps=125_000, batch=128,
+            rate=2.5e-4, warmup=10_000, evaluate=1000,
+        ),
+    }  # fmt: skip
+
+    tokenizer: Tokenizer | None = None
+
+    def load(self) -> Splits:
+        r = self.recipe
+        texts = read_wikitext(self.data) if r.path is None else [read_path(Path(r.path))]
+        if self.tokenizer is None:
+            self.tokenizer = cached_tokenizer(sample(texts[0].documents()), r.subwords, lowercase=True)
+        parts = [(corpus, windows(corpus, r.length - 3)) for corpus in (text.tokens(self.tokenizer) for text in texts)]
+        if r.path is not None:
+            parts = cut(*parts[0], r.path)
+        for word, (_, places) in zip(("training", "validation", "test"), parts, strict=True):
+            if not len(places):
+                raise ValueError(f"{self.name}: the {word} text is empty")
+        sizes = (r.train_size, r.eval_size, r.eval_size)
+        train, valid, test = ((corpus, places[:size]) for (corpus, places), size in zip(parts, sizes, strict=True))
+        copies = min(COPIES, -(-r.steps * r.batch // len(train[1])))
+        vocabulary = self.tokenizer.get_vocab_size()
+        self.train, self.test = train, Masked(*test, vocabulary, (self.seed, 2))
+        return Splits(
+            Masked(*train, vocabulary, (self.seed, 0), copies), Masked(*valid, vocabulary, (self.seed, 1)), self.test
+        )
+
+    def vocabulary(self) -> dict[str, Any]:
+        assert self.tokenizer is not None, "load or restore first"
+        return {"vocab_size": self.tokenizer.get_vocab_size(), "type_vocab_size": 2, "pad_token_id": 0}
+
+    def baselines(self) -> dict[str, float]:
+        """Perplexity of the masked tokens of the test set under the frequencies of the training text (after `load`)."""
+        (corpus, places), size = self.train, self.vocabulary()["vocab_size"]
+        counts = np.bincount(corpus.tokens[places[0, 0] : places[-1, 2]], minlength=size)[SPECIAL:] + 1.0
+        surprise = -np.log(counts / counts.sum())
+        labels = torch.cat([self.test[i]["labels"] for i in range(len(self.test))])
+        return {"unigram": math.exp(surprise[labels[labels != IGNORED].numpy() - SPECIAL].mean())}
+
+    def encode(self, text: str) -> Example:
+        """A text with [MASK] in it, which `answer` then fills."""
+        assert self.tokenizer is not None, "load or restore first"
+        example = framed(encode_all(self.tokenizer, [text])[0])
+        self.asked = example["input_ids"]  # (n,)
+        if MASKED not in self.asked:
+            raise ValueError(f"{self.name}: the text has no {subwords.MASK} to be filled: {text[:60]!r}")
+        return example
+
+    def answer(self, logits: Tensor) -> str:
+        """The text that was encoded last, its masks filled with the likeliest tokens, logits (n, V)."""
+        likeliest = SPECIAL + logits[:, SPECIAL:].argmax(-1)
+        return self.decode(torch.where(self.asked == MASKED, likeliest, self.asked).tolist())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        assert self.tokenizer is not None, "load or restore first"
+        return subwords.text_of(self.tokenizer, ids)
+
+    def save(self, folder: Path) -> None:
+        assert self.tokenizer is not None, "load first"
+        subwords.save(self.tokenizer, folder)
+
+    def restore(self, folder: Path) -> None:
+        self.tokenizer = subwords.load(folder)
+
+
+class Masked(Dataset):
+    """Examples with tokens hidden. Number i has its own seed: order and restarts do not matter, and each of the
+    `copies` of an example hides others.
+    """
+
+    def __init__(self, corpus: Corpus, places: np.ndarray, vocabulary: int, seed: tuple[int, ...], copies: int = 1):
+        self.corpus, self.places, self.vocabulary, self.seed, self.copies = corpus, places, vocabulary, seed, copies
+
+    def __len__(self) -> int:
+        return len(self.places) * self.copies
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start, middle, end = self.places[index % len(self.places)]
+        tokens = self.corpus.tokens
+        example = framed(tokens[start:middle].tolist(), tokens[middle:end].tolist())
+        rng = np.random.default_rng((*self.seed, index))
+        ids, labels = mask(example["input_ids"].numpy(), rng, self.vocabulary)
+        return {**example, "input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+
+
+def mask(ids: np.ndarray, rng: np.random.Generator, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, labels), both (n,): some tokens hidden, and those that are to be guessed; specials are left alone."""
+    chosen = (rng.random(len(ids)) < CHOSEN) & (ids >= SPECIAL)
+    fate = rng.random(len(ids))
+    drawn = rng.integers(SPECIAL, vocabulary, len(ids))
+    hidden = np.where(fate < HIDDEN, MASKED, np.where(fate < HIDDEN + DRAWN, drawn, ids))
+    return np.where(chosen, hidden, ids), np.where(chosen, ids, IGNORED)
+
+
+def windows(corpus: Corpus, room: int) -> np.ndarray:
+    """(W, 3): start, middle and end (in tokens) of the examples that a corpus is cut into, of ≤ `room` tokens each."""
+    if room < 2:
+        raise ValueError(f"mlm: length must be ≥ 5 (two tokens and three specials), not {room + 3}")
+    found = []
+    for first, last in zip(corpus.documents[:-1], corpus.documents[1:], strict=True):
+        bounds = np.asarray(corpus.pieces[first : last + 1])  # where sentences begin, and the end
+        start = bounds[0]
+        while start < bounds[-1]:
+            end = bounds[np.searchsorted(bounds, start + room, "right") - 1]
+            end = end if end > start else start + room  # not even one sentence fits
+            inside = bounds[np.searchsorted(bounds, start, "right") : np.searchsorted(bounds, end)]
+            middle = inside[np.abs(2 * inside - start - end).argmin()] if len(inside) else end
+            found.append((start, middle, end))
+            start = end
+    return np.array(found, np.int64).reshape(-1, 3)
+
+
+def cut(corpus: Corpus, places: np.ndarray, path: str) -> list[tuple[Corpus, np.ndarray]]:
+    """90 % of the examples to train, 5 % to validate, 5 % to test, in this order."""
+    a, b = len(places) * 90 // 100, len(places) * 95 // 100
+    if not 0 < a < b < len(places):
+        raise ValueError(f"mlm: {path} gives {len(places)} examples, too few to be split into 90/5/5 %")
+    return [(corpus, places[:a]), (corpus, places[a:b]), (corpus, places[b:])]
+
+
+# ---- texts ----------------------------------------------------------------------------------------------------
+
+
+class Text:
+    """Documents, each read when it is asked for. `source` names the content in the cache."""
+
+    def __init__(self, source: str, documents: Any) -> None:
+        self.source, self.documents = source, documents
+
+    def tokens(self, tokenizer: Tokenizer) -> Corpus:
+        return tokenised(self.source, self.documents, tokenizer)
+
+
+def sample(documents: Iterable[Iterable[str]]) -> list[str]:
+    """The first sentences, for the tokenizer."""
+    found: list[str] = []
+    for document in documents:
+        for sentence in document:
+            found.append(sentence)
+            if len(found) == SAMPLE:
+                return found
+    return found
+
+
+def sentences(lines: Iterable[str]) -> Iterator[str]:
+    """Lines cut where a full stop, a question or an exclamation mark is followed by a blank."""
+    for line in lines:
+        yield from (piece for piece in SENTENCE.split(line.strip()) if piece)
+
+
+def read_wikitext(data: Path | None) -> list[Text]:
+    """Training, validation and test text, raw or in tokens; an article is a document."""
+    path = WIKITEXT.find(data, "wikitext-2-raw-v1.zip", "wikitext-2-raw", "wikitext-2-v1.zip", "wikitext-2")
+    found = {PurePosixPath(name).stem: (name, content) for name, content in members(path)}
+    for part in ("train", "valid", "test"):
+        if f"wiki.{part}" not in found:
+            raise ValueError(f"{path} holds no wiki.{part}.raw or .tokens; get {WIKITEXT.what} from {WIKITEXT.origin}")
+    return [_wikitext(path, *found[f"wiki.{part}"]) for part in ("train", "valid", "test")]
+
+
+def _wikitext(path: Path, name: str, content: bytes) -> Text:
+    def documents() -> Iterator[Iterable[str]]:
+        lines: list[str] = []
+        blank = True  # a title stands after a blank line
+        for _, line in decoded(f"{path}: {name}", BytesIO(content)):
+            if lines and blank and TITLE.match(line):
+                yield sentences(lines)
+                lines = []
+            blank = not line.strip()
+            lines += [] if blank else [plain(line)]
+        if lines:
+            yield sentences(lines)
+
+    return Text(f"{hashlib.sha256(content).hexdigest()} articles", documents)
+
+
+def plain(line: str) -> str:
+    """WikiText's marks undone: « @-@ » is a hyphen inside a word, <unk> the unknown token."""
+    return re.sub(r" @([-,.])@ ", r"\1", line).replace("<unk>", subwords.UNK)
+
+
+def read_path(path: Path) -> Text:
+    """A text file, or the .txt files of a folder; every file is a document."""
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    if not files or not path.exists():
+        raise FileNotFoundError(f"{path} not found" if not path.exists() else f"{path} holds no .txt file")
+    return Text(
+        f"{signature(files)} files", lambda: (sentences(line for _, line in read_lines(file)) for file in files)
+    )

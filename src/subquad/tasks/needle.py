@@ -1,0 +1,73 @@
+"""Needles in a haystack: questions about a few facts that are scattered in a long text.
+
+A text is n/16 sentences of 16 tokens in random order. Most are hay: random tokens that mean nothing. A few are facts:
+a fact gives one value to one key, and says so in all its tokens. A few are questions: a question names a key, and the
+label of its tokens is the value that the fact about this key gives, wherever it stands. So every question must find
+one sentence among n/16 by its content. A model that sees only the token itself, or the mean of all tokens, cannot do
+better than guessing among the values that occur; order carries no information, so `small` has no positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from subquad.attention.options import option
+from subquad.tasks.base import IGNORED, Example, Splits, Task
+from subquad.tasks.datasets import Made
+from subquad.tasks.recipe import Recipe
+
+HAY = 16  # different hay tokens; 0 is padding
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleRecipe(Recipe):
+    sentence: int = option(16, "tokens of a sentence", ge=1)
+    keys: int = option(4, "facts in a text, each about its own key", ge=1)
+    values: int = option(8, "values that a fact can give", ge=2)
+    questions: int = option(8, "questions in a text", ge=1)
+
+
+class Needle(Task):
+    title = "answer questions about facts scattered in a long text (generated)"
+    head = "token"
+    recipes = {  # noqa: RUF012
+        "small": NeedleRecipe(
+            length=2048, width=64, layers=2, heads=4, feedforward=128, positions="none", steps=120, batch=8, rate=3e-3,
+            warmup=10, evaluate=30, eval_size=32,
+        ),
+        "paper": NeedleRecipe(
+            length=16384, width=128, layers=4, heads=8, positions="none", steps=5000, batch=32, rate=1e-3, warmup=200,
+            eval_size=500, keys=64, values=32, questions=64, evaluate=250,
+        ),
+    }  # fmt: skip
+
+    def load(self) -> Splits:
+        r = self.recipe
+        if r.length % r.sentence or (r.keys + r.questions) * r.sentence > r.length:
+            raise ValueError(
+                f"needle: length={r.length} must be whole sentences of {r.sentence} tokens, and at least "
+                f"{(r.keys + r.questions) * r.sentence} for {r.keys} facts and {r.questions} questions"
+            )
+        sizes = (r.train_size or r.steps * r.batch, r.eval_size or 500, r.eval_size or 500)
+        return Splits(*(Made(self.make, size, (self.seed, part)) for part, size in enumerate(sizes)))
+
+    def make(self, rng: np.random.Generator) -> Example:
+        r = self.recipe
+        ids = rng.integers(1, 1 + HAY, (r.length // r.sentence, r.sentence))  # (sentences, tokens)
+        labels = np.full_like(ids, IGNORED)
+        order = rng.permutation(len(ids))
+        facts, questions = order[: r.keys], order[r.keys : r.keys + r.questions]
+        values = rng.integers(r.values, size=r.keys)  # of key 0, 1, …
+        asked = rng.integers(r.keys, size=r.questions)
+        ids[facts] = (1 + HAY + np.arange(r.keys) * r.values + values)[:, None]
+        ids[questions] = (1 + HAY + r.keys * r.values + asked)[:, None]
+        labels[questions] = values[asked][:, None]
+        return {"input_ids": torch.from_numpy(ids.ravel()), "labels": torch.from_numpy(labels.ravel())}
+
+    def vocabulary(self) -> dict[str, Any]:
+        r = self.recipe
+        return {"vocab_size": 1 + HAY + r.keys * r.values + r.keys, "num_labels": r.values, "pad_token_id": 0}

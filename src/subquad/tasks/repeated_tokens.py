@@ -1,0 +1,46 @@
+"""Finding repeated tokens (Cho et al. 2022, section 5.1): which tokens of a sequence occur more than once?
+
+A sequence holds n tokens drawn uniformly from n; the label of a token is 1 if it occurs again somewhere. Every token
+has to be held against every other: sparse attention must learn to be full. `paper` is table 7, column SYNTHETIC
+(one layer, one head, width 32, 2000 steps: its «epochs» are steps), with fresh sequences at every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from subquad.tasks.base import Example, Splits, Task
+from subquad.tasks.datasets import Made
+from subquad.tasks.recipe import Recipe
+
+
+class RepeatedTokens(Task):
+    title = "which tokens occur more than once? (generated)"
+    paper = "Cho et al. 2022, section 5.1"
+    head = "token"
+    recipes = {  # noqa: RUF012
+        "small": Recipe(
+            length=64, width=32, layers=1, heads=1, feedforward=32, positions="none", steps=600, batch=64, rate=3e-3,
+            decay=0.0, warmup=20, evaluate=100, eval_size=256,
+        ),
+        "paper": Recipe(
+            length=256, width=32, layers=1, heads=1, feedforward=32, positions="none", steps=2000, batch=256, rate=1e-3,
+            decay=0.0, schedule="constant", evaluate=100, eval_size=1024,
+        ),
+    }  # fmt: skip
+
+    def load(self) -> Splits:
+        r = self.recipe
+        sizes = (r.train_size or r.steps * r.batch, r.eval_size or 1024, r.eval_size or 1024)
+        return Splits(*(Made(self.make, size, (self.seed, part)) for part, size in enumerate(sizes)))
+
+    def make(self, rng: np.random.Generator) -> Example:
+        ids = rng.integers(self.recipe.length, size=self.recipe.length)
+        repeated = np.bincount(ids, minlength=self.recipe.length)[ids] > 1
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(repeated.astype(np.int64))}
+
+    def vocabulary(self) -> dict[str, Any]:
+        return {"vocab_size": self.recipe.length, "num_labels": 2}

@@ -1,0 +1,155 @@
+"""Language modelling on words: the next word of a text, in perplexity.
+
+Sources: wikitext-2, wikitext-103 (Merity et al. 2017), ptb (the Penn Treebank as prepared by Mikolov), or any text
+file, split 90/5/5 % by lines. Words are what blanks separate, and every line ends in <eos>, blank ones too: so are
+the published tokens counted. The vocabulary is that of the training text, and <unk> stands for every other word.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.attention.options import option
+from subquad.tasks.base import Example
+from subquad.tasks.files import Source, decoded, members, read_lines
+from subquad.tasks.language import Language, LanguageRecipe, Texts
+
+UNKNOWN, END = "<unk>", "<eos>"
+SAVED = "vocabulary.txt"  # beside a trained model, one word a line
+MERITY = "the WikiText page of Salesforce Research (S. Merity)"
+
+# source → what to get, the names of its three files, where they may be: archives, folders, the files themselves
+CORPORA = {
+    "wikitext-2": (
+        Source("wikitext-2", "wikitext-2-v1.zip, packed or unpacked to wikitext-2/", MERITY),
+        ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
+        ("wikitext-2-v1.zip", "wikitext-2", "wiki.train.tokens"),
+    ),
+    "wikitext-103": (
+        Source("wikitext-103", "wikitext-103-v1.zip, packed or unpacked to wikitext-103/", MERITY),
+        ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
+        ("wikitext-103-v1.zip", "wikitext-103", "wiki.train.tokens", "wikitext-103-valid-test.zip"),
+    ),
+    "ptb": (
+        Source("ptb", "simple-examples.tgz, or of it ptb.{train,valid,test}.txt", "the RNNLM page of Tomáš Mikolov"),
+        ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),
+        ("ptb.zip", "simple-examples.tgz", "simple-examples", "ptb.train.txt"),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordsRecipe(LanguageRecipe):
+    source: Literal["wikitext-2", "wikitext-103", "ptb", "file"] = option("wikitext-103", "the text")
+    rare: int = option(1, "words seen less often than this in the training text are <unk>", ge=1)
+
+
+class Words(Language):
+    """Recipe `paper`: the small model of the Composite Slice paper on WikiText-103, section 5.2 and A.7.1.
+
+    16 layers of width 128, 8 heads, length 256, batch 96, 500,000 steps, rate 2.5e-4, 2000 warm-up steps, cosine. The
+    paper follows Dai et al. 2019 for the rest: dropout 0.1, no weight decay. How windows are laid in an evaluation is
+    not said; here they overlap by half.
+    """
+
+    title = "language modelling on words (WikiText-2, WikiText-103, Penn Treebank, any text file)"
+    paper = "Composite Slice, 5.2 and A.7.1"
+    metric = "perplexity"
+    recipes = {  # noqa: RUF012
+        "small": WordsRecipe(
+            source="ptb", length=128, width=128, layers=2, heads=4, feedforward=512, dropout=0.1, steps=1000, batch=8,
+            rate=2e-3, warmup=50, evaluate=250, eval_size=250, stride=64,
+        ),
+        "paper": WordsRecipe(
+            source="wikitext-103", length=256, width=128, layers=16, heads=8, feedforward=2048, dropout=0.1,
+            steps=500000, batch=96, rate=2.5e-4, warmup=2000, decay=0.0, evaluate=4000, stride=128,
+        ),
+    }  # fmt: skip
+
+    words: list[str]
+    ids: dict[str, int]
+
+    def texts(self) -> Texts:
+        r = self.recipe
+        parts = read_file(Path(r.path)) if r.source == "file" else read_corpus(r.source, self.data)
+        counts = Counter(chain.from_iterable(parts[0]))
+        frequent = (word for word, count in counts.most_common() if count >= r.rare and word not in (UNKNOWN, END))
+        self._use([UNKNOWN, END, *frequent])
+        train, valid, test = (np.fromiter(map(self._id, chain.from_iterable(part)), np.int32) for part in parts)
+        return train, valid, test
+
+    def _use(self, words: list[str]) -> None:
+        self.words, self.ids = words, {word: number for number, word in enumerate(words)}
+
+    def _id(self, word: str) -> int:
+        return self.ids.get(word, 0)
+
+    def vocabulary(self) -> dict[str, Any]:
+        return {"vocab_size": len(self.words)}
+
+    def save(self, folder: Path) -> None:
+        (folder / SAVED).write_text("\n".join(self.words) + "\n", encoding="utf-8")
+
+    def restore(self, folder: Path) -> None:
+        self._use([word for _, word in read_lines(folder / SAVED)])
+
+    def encode(self, text: str) -> Example:
+        """Line ends inside the text are <eos>; a word that the training text has not is <unk>."""
+        words = f" {END} ".join(text.split("\n")).split()
+        if not words:
+            raise ValueError(f"{self.name}: the text is empty, and needs one word at least")
+        return {"input_ids": torch.tensor([self._id(word) for word in words])}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join("\n" if self.words[token] == END else self.words[token] for token in ids)
+
+    def answer(self, logits: Tensor) -> str:
+        """The likeliest next word after the text, logits (n, V)."""
+        return self.words[int(logits[-1].argmax(-1))]
+
+
+class Lines:
+    """A text as its lines, each a list of words that ends in <eos>; can be read again and again."""
+
+    def __init__(self, name: str, content: bytes) -> None:
+        if not content.strip():
+            raise ValueError(f"{name} is empty")
+        self.name, self.content = name, content
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return ([*line.split(), END] for _, line in decoded(self.name, BytesIO(self.content)))
+
+
+def read_corpus(source: str, data: Path | None) -> list[Lines]:
+    """Training, validation and test text of a public data set."""
+    where, files, places = CORPORA[source]
+    path = where.find(data, *places)
+    path = path.parent if path.name == files[0] else path  # unpacked without a folder of its own
+    found = {PurePosixPath(name).name: Lines(f"{path}: {name}", content)
+             for name, content in members(path, lambda name: PurePosixPath(name).name in files)}  # fmt: skip
+    for part, file in zip(("training", "validation", "test"), files, strict=True):
+        if file not in found:
+            raise ValueError(
+                f"{path} holds no {file}: the {part} text of {source} is missing; get {where.what} from {where.origin} "
+                f"and put it in {path.parent}"
+            )
+    return [found[file] for file in files]
+
+
+def read_file(path: Path) -> list[Sequence[list[str]]]:
+    """Any text file, split by lines."""
+    lines = [[*line.split(), END] for _, line in read_lines(path)]
+    a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
+    if not 0 < a < b:
+        raise ValueError(f"{path} has {len(lines)} lines, too few to be split into 90/5/5 % by lines")
+    return [lines[:a], lines[a:b], lines[b:]]

@@ -1,0 +1,1 @@
+"""Training, comparing and using models: `subquad train`, `compare`, `eval`, `predict`, `generate`."""

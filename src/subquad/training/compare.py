@@ -1,0 +1,175 @@
+"""Comparisons: the same task, the same budget, different attention.
+
+Every run is a process of its own (its memory is its own, and a crash takes nothing with it) in a folder of its own;
+finished ones are kept, interrupted ones resumed. `comparison.json` holds the table, `report.html` shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from subquad.attention.options import split_spec
+from subquad.tasks import task as make_task
+from subquad.training import log
+from subquad.training.run import check_attention, slug, versions
+
+SUITES = {"lra": ("listops", "text", "retrieval", "image", "pathfinder")}
+
+
+@dataclass
+class Comparison:
+    """What is compared; `attentions` are specs, each perhaps several for layers in turn, with | between."""
+
+    task: str
+    attentions: list[str]
+    out: Path
+    recipe: str = "small"
+    settings: tuple[str, ...] = ()
+    seeds: int = 1
+    data: Path | None = None
+    command: list[str] = field(default_factory=lambda: sys.argv)
+
+    def described(self) -> dict[str, Any]:
+        settings = make_task(self.task, self.recipe, self.settings).recipe.asdict()
+        return {"task": self.task, "recipe": self.recipe, "settings": settings}
+
+    def folder(self, attention: str, seed: int) -> Path:
+        return self.out / slug(attention) / f"seed{seed}"
+
+
+def split_list(text: str) -> list[str]:
+    """`full,combiner-fixed:span=64,abstraction=mean,sbm` → three specs: option=value belongs to the spec before it."""
+    specs: list[str] = []
+    for piece in (piece.strip() for piece in text.split(",")):
+        if specs and "=" in piece and ":" not in piece:
+            specs[-1] += f",{piece}"
+        elif piece:
+            specs.append(piece)
+    doubles = {spec for spec in specs if specs.count(spec) > 1}
+    if not specs or doubles:
+        raise ValueError(
+            f"--attention {'is empty' if not specs else f'names {doubles.pop()} twice'}: give specs with , between"
+        )
+    return specs
+
+
+def check(comparison: Comparison) -> None:
+    """Every attention is made once in small before anything is trained: what cannot work is refused now."""
+    task = make_task(comparison.task, comparison.recipe, comparison.settings, comparison.data)
+    for attention in comparison.attentions:
+        check_attention(task, attention.split("|"))
+
+
+def prepare(comparison: Comparison, *, overwrite: bool) -> None:
+    """The folder; a comparison goes on only as what it was (attentions and seeds may be added)."""
+    path, wanted = comparison.out / "comparison.json", comparison.described()
+    if path.exists() and overwrite:
+        shutil.rmtree(comparison.out)
+    if path.exists():
+        before = json.loads(path.read_text())
+        flat = [{**x["settings"], "task": x["task"], "recipe": x["recipe"]} for x in (before, wanted)]
+        for key in flat[1]:
+            if flat[0].get(key) != flat[1][key]:
+                raise ValueError(
+                    f"{comparison.out} holds a comparison with {key}={flat[0].get(key)!r}, not {flat[1][key]!r}: "
+                    "--overwrite deletes it, --out names another folder"
+                )
+    comparison.out.mkdir(parents=True, exist_ok=True)
+    write(comparison)
+
+
+def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Train what is not yet trained; returns what comparison.json holds. Ctrl-C leaves everything resumable."""
+    for attention, seed in pending(comparison):
+        tell(f"{comparison.task} · {attention} · seed {seed}")
+        code, reason = run_one(comparison, attention, seed), comparison.folder(attention, seed) / "error.txt"
+        if code == 130:
+            raise KeyboardInterrupt
+        if code and not reason.exists():  # killed, out of memory: it could not say why
+            reason.write_text(f"ended with exit code {code}")
+        write(comparison)
+    return write(comparison)
+
+
+def pending(comparison: Comparison) -> Iterator[tuple[str, int]]:
+    """Seed by seed, so that an early look has every attention."""
+    for seed in range(comparison.seeds):
+        for attention in comparison.attentions:
+            if not (comparison.folder(attention, seed) / "result.json").exists():
+                yield attention, seed
+
+
+def run_one(comparison: Comparison, attention: str, seed: int) -> int:
+    """One training in its own process; its exit code. Progress passes through."""
+    folder = comparison.folder(attention, seed)
+    command = [sys.executable, "-m", "subquad", "train", comparison.task, "--attention", attention]
+    command += ["--recipe", comparison.recipe, "--seed", str(seed), "--out", str(folder), "--resume"]
+    for setting in comparison.settings:
+        command += ["--set", setting]
+    if comparison.data is not None:
+        command += ["--data", str(comparison.data)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "error.txt").unlink(missing_ok=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the child got it too: let it save
+        code = process.wait() or 130
+    return 130 if code in (-2, -15, 130, 143) else code
+
+
+def write(comparison: Comparison) -> dict[str, Any]:
+    """comparison.json as the runs stand now."""
+    about: dict[str, Any] = {"command": shlex.join(comparison.command), "versions": versions()}
+    about["data"] = None if comparison.data is None else str(comparison.data)
+    whole = {**comparison.described(), **about, "seeds": comparison.seeds, "rows": rows(comparison)}
+    log.write_atomically(comparison.out / "comparison.json", json.dumps(whole, indent=1))
+    return whole
+
+
+def rows(comparison: Comparison) -> list[dict[str, Any]]:
+    """One row per attention, over the seeds that are finished."""
+    found = [row(comparison, attention) for attention in comparison.attentions]
+    names = [split_spec(each["attention"])[0] for each in found]
+    reference = found[names.index("full")] if "full" in names else found[0]
+    for each in found:
+        times = each["step_seconds"], reference["step_seconds"]
+        each["relative_time"] = None if None in times else times[0] / times[1]
+    return found
+
+
+def row(comparison: Comparison, attention: str) -> dict[str, Any]:
+    folders = [comparison.folder(attention, seed) for seed in range(comparison.seeds)]
+    results = [
+        json.loads((folder / "result.json").read_text()) for folder in folders if (folder / "result.json").exists()
+    ]
+    errors = [(folder / "error.txt").read_text() for folder in folders if (folder / "error.txt").exists()]
+    base = {"attention": attention, "runs": [str(folder) for folder in folders], "error": errors[0] if errors else None}
+    empty = dict.fromkeys(("metric", "larger_is_better", "mean", "sd", "step_seconds", "memory", "parameters",
+                           "connections", "density"))  # fmt: skip
+    if not results:
+        return {**base, **empty, "scores": []}
+    metric = results[0]["metric"]
+    scores = [result["test"][metric] for result in results]
+    return {
+        **base,
+        "metric": metric,
+        "larger_is_better": results[0]["larger_is_better"],
+        "scores": scores,
+        "mean": statistics.mean(scores),
+        "sd": statistics.stdev(scores) if len(scores) > 1 else None,
+        "step_seconds": statistics.median(result["step_seconds"] for result in results),
+        "memory": max(result["memory"] for result in results),
+        "parameters": results[0]["parameters"],
+        "connections": statistics.mean(result["connections"] for result in results),
+        "density": results[0]["density"],
+    }

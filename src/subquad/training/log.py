@@ -1,0 +1,44 @@
+"""The log of a run: one JSON object per line, readable while it is written, whole after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FILE = "log.jsonl"
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The records of a run; a last line that a kill cut short is left out."""
+    path = run / FILE
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def rewind(run: Path, step: int) -> None:
+    """Forget what was logged after `step`: training goes on from there and writes it again."""
+    kept = [record for record in read(run) if record["step"] <= step]
+    write_atomically(run / FILE, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def append(run: Path, record: dict[str, Any]) -> None:
+    with (run / FILE).open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The old content or the new one, never half of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

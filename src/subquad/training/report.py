@@ -1,0 +1,256 @@
+"""The report of a comparison: one HTML page that needs nothing else, to read, to print and to send.
+
+The page states the finding, shows the numbers, the curves and the attention, and says how to get them again. What is
+missing (a log, a model, a run that failed) is said in its place: a report never fails for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from subquad.attention.options import fields
+from subquad.plots import COLOURS, KINDS, LINES, rgb
+from subquad.tasks import task_class
+from subquad.training import charts, curves, findings, log, pictures
+from subquad.training.findings import Row
+
+TEMPLATE = "report_template.html"
+
+
+def write_report(path: Path, comparison: dict[str, Any], *, title: str) -> Path:
+    """Write the page of a comparison (what comparison.json holds) to `path`."""
+    log.write_atomically(path, render(comparison, title=title))
+    return path
+
+
+def render(comparison: dict[str, Any], *, title: str) -> str:
+    rows = [{**row, "colour": i} for i, row in enumerate(comparison["rows"])]
+    found = findings.find(rows)
+    metric = found.metric if found else attempt(lambda: task_class(comparison["task"]).metric, "metric")[0]
+    histories = curves.read_histories(rows)
+    page = {
+        "title": title,
+        "comparison": comparison,
+        "facts": facts(comparison, rows),
+        "headline": findings.headline(found),
+        "cards": findings.cards(rows, found),
+        "caution": findings.caution(rows),
+        "legend": charts.legend([(one.name, one.colour) for one in histories if one.seeds]),
+        "columns": columns(rows, metric),
+        "rows": rows,
+        "costs": costs(rows, metric),
+        "curves": curves.draw_curves(histories, metric),
+        "densities": densities(rows, histories),
+        "attentions": attentions(comparison, rows),
+        "kinds": list(zip(COLOURS[1:], KINDS[1:], strict=True)),
+        "settings": settings(comparison),
+        "colours": palette(len(rows)),
+        "larger": found.larger if found else None,
+        "reference": findings.reference(rows)["attention"] if rows else "–",
+    }
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["breakable"] = charts.breakable
+    return environment.from_string(files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")).render(page)
+
+
+def facts(comparison: dict[str, Any], rows: Sequence[Row]) -> list[str]:
+    """The line above the headline."""
+    known = comparison["settings"]
+    seeds = max((len(row["runs"]) for row in rows), default=0)
+    found = [f"recipe {comparison['recipe']}"]
+    found += [f"{key} {known[key]:,}" for key in ("length", "steps") if isinstance(known.get(key), int)]
+    return [*found, f"{seeds} seed{'' if seeds == 1 else 's'}"]
+
+
+def palette(count: int) -> list[tuple[str, str]]:
+    """For each attention its colour on white, and a lighter one on black; after the last the first comes again."""
+    chosen = [LINES[i % len(LINES)] for i in range(count)]
+    light = [0.62 * rgb(colour) + 0.38 for colour in chosen]
+    return [
+        (colour, "#" + "".join(f"{round(255 * part):02x}" for part in pale))
+        for colour, pale in zip(chosen, light, strict=True)
+    ]
+
+
+# ---- the table ---------------------------------------------------------------------------------------------
+
+
+def mebibytes(value: float) -> str:
+    return f"{value / 2**20:,.0f} MiB"
+
+
+@dataclass
+class Cell:
+    """A number of the table; `bar` is the length of its bar in per cent."""
+
+    value: float | None
+    text: str = "–"
+    note: str = ""
+    bar: float | None = None
+    best: bool = False
+
+
+@dataclass
+class Column:
+    title: str
+    cells: list[Cell]
+
+
+def columns(rows: Sequence[Row], metric: str) -> list[Column]:
+    """The table, column by column."""
+    larger = next((bool(row["larger_is_better"]) for row in findings.finished(rows)), True)
+    made = [
+        column(rows, metric, "mean", findings.score, larger=larger),
+        column(rows, "time per step", "relative_time", lambda row: f"× {row['relative_time']:.2f}"),
+        column(rows, "peak memory", "memory", lambda row: mebibytes(row["memory"])),
+        column(rows, "parameters", "parameters", lambda row: f"{row['parameters']:,}"),
+        column(rows, "connections", "connections", lambda row: f"{row['connections']:,.0f}"),
+    ]
+    slowest = max((cell.value for cell in made[1].cells if cell.value), default=1.0)
+    for row, score, time in zip(rows, made[0].cells, made[1].cells, strict=True):
+        if len(row["scores"]) > 1:
+            score.note = " · ".join(findings.number(value, row["mean"]) for value in row["scores"])
+        if row.get("step_seconds"):
+            time.note = milliseconds(row["step_seconds"])
+        if time.value:
+            time.bar = 100 * time.value / slowest
+    return made
+
+
+def column(rows: Sequence[Row], title: str, key: str, show: Callable[[Row], str], *, larger: bool = False) -> Column:
+    """Cells of one number; the best ones are marked, unless most are. What looks equal is equal."""
+    cells = [Cell(row.get(key)) for row in rows]
+    for cell, row in zip(cells, rows, strict=True):
+        cell.text = cell.text if cell.value is None else show(row)
+    known = [(cell.value, cell) for cell in cells if cell.value is not None and math.isfinite(cell.value)]
+    if known:
+        _, best = (max if larger else min)(known, key=lambda pair: pair[0])
+        marked = [cell for _, cell in known if cell.text.split(" ± ")[0] == best.text.split(" ± ")[0]]
+        for cell in marked if 2 * len(marked) <= len(known) else ():
+            cell.best = True
+    return Column(title, cells)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2f} ms"
+
+
+# ---- charts ------------------------------------------------------------------------------------------------
+
+
+def costs(rows: Sequence[Row], metric: str) -> list[dict[str, Any]]:
+    """The trade between metric and time; time and memory as bars. Only what is known is drawn."""
+    timed = [row for row in rows if row.get("relative_time")]
+    dots = [
+        charts.Dot(row["attention"], row["colour"], row["relative_time"], row["mean"], row["sd"])
+        for row in findings.finished(timed)
+    ]
+    times = [
+        charts.Bar(row["attention"], row["colour"], row["relative_time"], f"× {row['relative_time']:.2f}")
+        for row in timed
+    ]
+    memory = [
+        charts.Bar(row["attention"], row["colour"], row["memory"], mebibytes(row["memory"]))
+        for row in rows
+        if row.get("memory") is not None
+    ]
+    base = findings.reference(rows)["attention"] if rows else ""
+    tall = min(max(2 * charts.BAR * len(times) + 110, charts.HEIGHT), 560)  # beside the two bar charts
+    trade = charts.scatter_chart(dots, x="time per step", y=metric, marked=1.0, height=tall) if dots else ""
+    return [
+        {"title": f"{metric} against time", "note": f"time per step of {base} = 1", "chart": trade},
+        {
+            "title": "Time per step",
+            "note": f"{base} = 1",
+            "chart": charts.bar_chart(times, label="time per step", marked=1.0) if times else "",
+        },
+        {
+            "title": "Peak memory",
+            "note": "of training, beyond the loaded data",
+            "chart": charts.bar_chart(memory, label="peak memory") if memory else "",
+        },
+    ]
+
+
+def densities(rows: Sequence[Row], histories: Sequence[curves.Histories]) -> list[dict[str, Any]]:
+    """Of each SBM attention: the density over steps, and the trained model's, for each layer and head in per cent."""
+    found = []
+    for row, history in zip(rows, histories, strict=True):
+        table = [[f"{100 * head:.1f}" for head in layer] for layer in row.get("density") or ()]
+        chart = curves.draw_density(history)
+        if table or chart:
+            found.append({"row": row, "chart": chart, "table": table})
+    return found
+
+
+# ---- pictures ----------------------------------------------------------------------------------------------
+
+
+def attentions(comparison: dict[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For each attention its pictures and those of its trained layers, or the reason why there are none."""
+    models = {row["attention"]: folder for row in rows for folder in _models(row)[:1]}
+    example, missing = None, "no trained model"
+    if models:
+        data = Path(comparison["data"]) if comparison.get("data") else None
+        example, missing = attempt(partial(pictures.example_of, next(iter(models.values())), data), None)
+    found = []
+    for row in rows:
+        support, why_support = attempt(partial(_support, comparison, row["attention"]), [])
+        folder, weights = models.get(row["attention"]), list[dict[str, str]]()
+        if folder is None:
+            why = "no trained model is in the folders of its runs"
+        elif example is None:
+            why = f"no example to show them on: {missing}"
+        else:
+            weights, why = attempt(partial(pictures.weight_pictures, folder, example), [])
+            why = why or ("" if weights else "this mechanism adds scales up: it has no single matrix of weights")
+        found.append({"row": row, "support": support, "why_support": why_support, "weights": weights, "why": why})
+    return found
+
+
+def attempt(make: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
+    """What `make` gives, or `otherwise` and the reason: hours of training must not lose their report to a picture."""
+    try:
+        return make(), ""
+    except Exception as error:
+        return otherwise, " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _models(row: Row) -> list[Path]:
+    return [Path(run) / "model" for run in row["runs"] if (Path(run) / "model" / "task.json").exists()]
+
+
+def _support(comparison: dict[str, Any], attention: str) -> list[dict[str, str]]:
+    known = comparison["settings"]
+    causal = task_class(comparison["task"]).head == "causal-lm"
+    return pictures.support_pictures(
+        attention, causal=causal, heads=known.get("heads", 4), longest=known.get("length", pictures.PICTURE)
+    )
+
+
+# ---- settings ----------------------------------------------------------------------------------------------
+
+
+def settings(comparison: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Key, value, and what the key means where the task is known."""
+    recipe, _ = attempt(
+        lambda: task_class(comparison["task"]).recipes[comparison["recipe"]], None
+    )  # a task of one's own
+    meaning = {field.name: field.help for field in fields(type(recipe))} if recipe is not None else {}
+    return [(key, plain(value), meaning.get(key, "")) for key, value in comparison["settings"].items()]
+
+
+def plain(value: Any) -> str:
+    return (
+        "–" if value is None else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    )

@@ -1,0 +1,220 @@
+"""Models: every mechanism under every head trains, saves and loads; positions, padding, generation, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import subquad
+from subquad.attention.registry import mechanism
+from subquad.models import HEADS, SubquadConfig, SubquadForCausalLM, SubquadForSequenceClassification, SubquadModel
+
+# mechanisms that are made of a user's own sets have no spec, so a configuration cannot name them
+SPECS = [name for name in subquad.available() if name not in ("pattern", "combiner-plan")]
+
+
+def config(**keys) -> SubquadConfig:
+    small = {"vocab_size": 20, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    return SubquadConfig(**{**small, "max_position_embeddings": 40, "num_labels": 3, **keys})
+
+
+def batch(head: str, n: int = 33) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    mask = torch.ones(2, n, dtype=torch.long)
+    mask[1, n - 5 :] = 0
+    labels = torch.randint(3, (2,)) if head == "sequence" else torch.randint(3, (2, n))
+    both = {"input_ids": torch.randint(20, (2, n)), "attention_mask": mask, "labels": labels}
+    if head == "pair":
+        return {**both, "labels": labels[:, 0], "pair_ids": torch.randint(20, (2, n)), "pair_mask": mask}
+    return both
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_mechanism_trains_saves_and_loads(spec, head, tmp_path):
+    torch.manual_seed(1)
+    model = HEADS[head](config(attention=spec, density_weight=0.1))
+    inputs = batch(head)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        model(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert any("in_proj" in name for name in moved), "the attention learns"
+    model.save_pretrained(tmp_path)
+    again = HEADS[head].from_pretrained(tmp_path)
+    for (name, one), (other_name, other) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert name == other_name and torch.equal(one, other), name
+    answers = []
+    for each in (model, again):
+        torch.manual_seed(2)  # sampled attention
+        answers.append(each.eval()(**inputs).logits)
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if not mechanism(spec).capabilities.stochastic])
+def test_causal_models_do_not_see_the_future(spec):
+    model = SubquadForCausalLM(config(attention=spec, positions="sinusoidal")).eval()
+    ids = batch("causal-lm")["input_ids"]
+    other = ids.clone()
+    other[:, 20:] = (other[:, 20:] + 1) % 20
+    first, second = model(ids).logits, model(other).logits
+    torch.testing.assert_close(first[:, :20], second[:, :20], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(first[:, 20:], second[:, 20:], atol=1e-3)
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary", "none"])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_positions_and_norms(positions, norm):
+    torch.manual_seed(0)
+    model = SubquadModel(config(positions=positions, norm=norm)).eval()
+    ids = torch.randint(20, (1, 10))
+    swapped = ids.flip(1)
+    same = torch.allclose(model(ids).last_hidden_state, model(swapped).last_hidden_state.flip(1), atol=1e-5)
+    assert same == (positions == "none"), "without positions full attention does not know the order"
+
+
+def test_rotary_knows_distances_only():
+    torch.manual_seed(0)
+    model = SubquadModel(config(positions="rotary")).eval()
+    ids = torch.randint(20, (1, 10))
+    here, there = (model(ids, position_ids=torch.arange(10)[None] + shift).last_hidden_state for shift in (0, 17))
+    torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+
+
+def test_own_positions_are_shared_by_all_layers():
+    model = SubquadModel(config(attention="composite-slice", positions="own", num_hidden_layers=3))
+    tables = {id(block.attention.attention.positions) for block in model.blocks}
+    assert len(tables) == 1 and model.embeddings.places is None
+
+
+def test_padding_changes_nothing():
+    model = SubquadForSequenceClassification(config(attention="combiner-fixed:span=8")).eval()
+    ids = torch.randint(20, (1, 20))
+    padded = torch.cat([ids, torch.zeros(1, 9, dtype=torch.long)], 1)
+    mask = (torch.arange(29) < 20).long()[None]
+    torch.testing.assert_close(model(ids).logits, model(padded, mask).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_left_padding_keeps_positions():
+    model = SubquadForCausalLM(config()).eval()
+    ids = torch.randint(20, (1, 8))
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
+    mask = (torch.arange(13) >= 5).long()[None]
+    torch.testing.assert_close(model(ids).logits, model(padded, mask).logits[:, 5:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_pooling_counts_real_tokens_only(pooling):
+    model = SubquadForSequenceClassification(config(pooling=pooling)).eval()
+    ids = torch.randint(20, (1, 8))
+    padded = torch.cat([torch.full((1, 3), 7), ids], 1)
+    mask = (torch.arange(11) >= 3).long()[None]
+    torch.testing.assert_close(model(ids).logits, model(padded, mask).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_take_their_attention_in_turn():
+    model = SubquadModel(config(attention=["full", "strided:w=4"], num_hidden_layers=4))
+    layers = [block.attention.attention for block in model.blocks]
+    assert [layer.name for layer in layers] == ["full", "strided", "full", "strided"]
+    assert [layer.options.layer_index for layer in layers[1::2]] == [1, 3]
+
+
+def test_weights_are_tied_and_survive_saving(tmp_path):
+    model = SubquadForCausalLM(config())
+    model.save_pretrained(tmp_path)
+    again = SubquadForCausalLM.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.encoder.embeddings.tokens.weight
+    free = SubquadForCausalLM(config(tie_word_embeddings=False))
+    assert free.lm_head.weight is not free.encoder.embeddings.tokens.weight
+
+
+def test_auto_classes(tmp_path):
+    SubquadForCausalLM(config(attention="combiner-fixed:span=8")).save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).attention == "combiner-fixed:span=8"
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), SubquadForCausalLM)
+    # the backbone of a language model, made bidirectional, under a fresh head
+    head = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+    causal = SubquadForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(head.encoder.embeddings.tokens.weight, causal.encoder.embeddings.tokens.weight)
+    assert head.classifier.weight.std() > 0 and head.classifier.out_features == 5
+    assert isinstance(AutoModel.from_pretrained(tmp_path), SubquadModel)
+
+
+@pytest.mark.parametrize("spec", ["full", "combiner-fixed:span=4", "composite-slice:slice_length=4"])
+def test_generation_equals_the_likeliest_token_step_by_step(spec):
+    torch.manual_seed(0)
+    model = SubquadForCausalLM(config(attention=spec)).eval()
+    ids = prompt = torch.randint(20, (2, 5))
+    for _ in range(8):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), ids)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    inputs, gradients = batch("token"), []
+    for wanted in (False, True):
+        torch.manual_seed(0)
+        model = HEADS["token"](config(attention="sbm", num_hidden_layers=3)).train()
+        if wanted:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(1)
+        model(**inputs).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients)
+
+
+def test_density_is_reported_and_regularised():
+    model, inputs = HEADS["token"](config(attention="sbm", density_weight=10.0)), batch("token")
+    torch.manual_seed(0)
+    with_loss = model(**inputs)
+    model.config.density_weight = 0.0
+    torch.manual_seed(0)
+    plain = model(**inputs)
+    assert with_loss.density.shape == (2, 2) and 0 < with_loss.density.mean() < 1
+    torch.testing.assert_close(with_loss.loss, plain.loss + 10 * plain.density.mean())
+    assert HEADS["token"](config())(**inputs).density is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"hidden_size": 15}, "hidden_size must be a multiple"),
+        ({"positions": "relative"}, "positions must be one of learned"),
+        ({"norm": "none"}, "norm must be one of pre, post"),
+        ({"attention": "ful"}, "did you mean full"),
+        ({"attention": []}, "attention must be a spec"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer ≥ 1"),
+        ({"attenton": "full"}, "no key 'attenton'"),
+    ],
+)
+def test_impossible_configurations(keys, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        config(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"positions": "own"}, "full has no positions of its own"),
+        ({"positions": "rotary", "attention": "composite-slice"}, "works on tokens"),
+    ],
+)
+def test_impossible_layers(keys, words):
+    with pytest.raises(ValueError, match=words):
+        SubquadModel(config(**keys))
+
+
+def test_bad_inputs():
+    model = SubquadForSequenceClassification(config())
+    with pytest.raises(ValueError, match="beyond max_position_embeddings=40"):
+        model(torch.zeros(1, 41, dtype=torch.long))
+    with pytest.raises(ValueError, match="label 3 is out of range: labels go from 0 to 2"):
+        model(torch.zeros(1, 4, dtype=torch.long), labels=torch.tensor([3]))
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="no segments"):
+        model(torch.zeros(1, 4, dtype=torch.long), token_type_ids=torch.zeros(1, 4, dtype=torch.long))

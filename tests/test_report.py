@@ -1,0 +1,309 @@
+"""The report of a comparison: what it says, what it survives, and how a browser takes it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from subquad.models import HEADS, SubquadConfig
+from subquad.tasks import task as make_task
+from subquad.training import charts, curves, findings
+from subquad.training.pictures import trained_weights
+from subquad.training.report import columns, write_report
+
+EVIL = "combiner-fixed:span=<script>alert('x')</script>"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SETTINGS = ("length=64", "keys=2", "questions=2", "layers=2", "heads=2", "width=8")
+VOID = {"meta", "link", "img", "wbr"}
+
+
+# ---- sample data -------------------------------------------------------------------------------------------
+
+
+def write_log(run: Path, *, top: float, seconds: float, density: bool = False) -> str:
+    """A run of 40 steps, logged every 4, evaluated every 10."""
+    run.mkdir(parents=True)
+    records: list[dict] = []
+    for step in range(2, 41, 2):
+        if step % 4 == 0:
+            records.append({"step": step, "loss": 2 - top * step / 40, "step_seconds": seconds, "memory": 1})
+            if density:
+                records[-1]["density"] = [[0.2, 0.4], [0.1, 0.1]]
+        if step % 10 == 0:
+            records.append({"step": step, "valid": {"accuracy": top * step / 40, "loss": 1.0}})
+    (run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(run)
+
+
+def make_row(attention: str, scores: list[float], time: float | None, runs: list[str], **more) -> dict:
+    mean = sum(scores) / len(scores) if scores else None
+    sd = math.dist(scores, [mean] * len(scores)) / (len(scores) - 1) ** 0.5 if len(scores) > 1 else None
+    return {
+        "attention": attention, "metric": "accuracy" if scores else None, "larger_is_better": True if scores else None,
+        "mean": mean, "sd": sd, "scores": scores, "relative_time": time, "step_seconds": time and 0.2 * time,
+        "memory": time and int(time * 300 * 2**20), "parameters": 12_345 + len(attention) if scores else None,
+        "connections": time and 4096 * time, "density": None, "runs": runs, "error": None, **more,
+    }  # fmt: skip
+
+
+def make_comparison(rows: list[dict]) -> dict:
+    settings = make_task("needle", settings=SETTINGS).recipe.asdict()
+    return {
+        "task": "needle", "recipe": "small", "settings": settings, "rows": rows,
+        "command": "subquad compare needle --attention full,sbm --set 'a=<b>&'", "versions": {"torch": "2.6 & up"},
+    }  # fmt: skip
+
+
+def save_model(run: Path, attention: str) -> None:
+    """A small untrained model of the needle task, saved as a trained one is."""
+    torch.manual_seed(0)
+    task = make_task("needle", settings=SETTINGS)
+    HEADS[task.head](SubquadConfig(attention=attention, **task.config())).save_pretrained(run / "model")
+    about = {"task": "needle", "attention": [attention], "recipe": "small", "settings": task.recipe.asdict(), "seed": 0}
+    (run / "model" / "task.json").write_text(json.dumps(about))
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory) -> dict:
+    """Three attentions of two seeds with logs and models, one that failed, one that has just begun."""
+    out = tmp_path_factory.mktemp("runs")
+    rows = []
+    for name, scores, time in (
+        ("full", [0.91, 0.93], 1.0),
+        ("combiner-fixed", [0.905, 0.915], 0.25),
+        ("sbm", [0.61, 0.67], 0.125),
+        ("composite-slice", [0.5, 0.52], 0.75),
+    ):
+        sbm = name == "sbm"
+        runs = [
+            write_log(out / name / f"seed{seed}", top=score, seconds=0.2 * time, density=sbm)
+            for seed, score in enumerate(scores)
+        ]
+        save_model(Path(runs[0]), name)
+        rows.append(make_row(name, scores, time, runs, density=[[0.2, 0.4], [0.1, 0.1]] if sbm else None))
+    rows.append(make_row(EVIL, [], None, [str(out / "none")], error="failed: <img src=x onerror=alert(1)>"))
+    rows.append(make_row("axial", [], None, []))
+    return make_comparison(rows)
+
+
+@pytest.fixture(scope="module")
+def page(comparison, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    assert write_report(path, comparison, title="needle: <who> wins?") == path
+    return path
+
+
+class Balanced(HTMLParser):
+    """Every tag that is opened is closed, in order; every address is kept."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self.kinds: set[str] = set()
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.kinds.add(tag)
+        assert not any(key.startswith("on") for key, _ in attrs)
+        self.addresses += [value for key, value in attrs if key in ("src", "href", "srcset", "xlink:href", "action")]
+        self.open += [] if tag in VOID else [tag]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+# ---- the page ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_whole_and_alone(page):
+    text = page.read_text()
+    parsed = Balanced(text)
+    assert {"svg", "img", "table", "h1"} <= parsed.kinds
+    assert "script" not in parsed.kinds and "iframe" not in parsed.kinds
+    assert parsed.addresses and all(address.startswith("data:") for address in parsed.addresses)
+    assert not re.search(r"url\(|@import|https?://", text)
+    assert parsed.text.count("needle: <who> wins?") == 2  # escaped in the title and above the headline
+
+
+def test_every_number_of_the_table_is_there(page, comparison):
+    text = Balanced(page.read_text()).text
+    for column in columns([{**row, "colour": 0} for row in comparison["rows"]], "accuracy"):
+        for cell in column.cells:
+            assert cell.text in text and cell.note in text
+    assert "0.920 ± 0.014" in text and "× 0.25" in text and "300 MiB" in text and "12,349" in text
+    assert "0.910 · 0.930" in text  # the seeds
+    for key, value in comparison["settings"].items():
+        assert key in text and ("–" if value is None else f"{value:,}" if type(value) is int else str(value)) in text
+    for row in comparison["rows"]:
+        assert row["attention"] in text and all(run in text for run in row["runs"])
+    assert comparison["command"] in text and "torch 2.6 & up" in text and "failed: <img src=x onerror=alert(1)>" in text
+    assert "not finished yet" in text
+
+
+def test_pictures_are_there_or_say_why(page):
+    text = page.read_text()
+    assert text.count('src="data:image/png') == 5 + 1 + 3 * 2  # 5 mechanisms, SBM with 2 heads; 2 layers of 3 models
+    assert "adds scales up" in text and "no trained model" in text and "span" in text
+    assert "layer 0, up to" in text and "How dense" in text
+
+
+def test_nothing_finished_nothing_found(tmp_path):
+    rows = [make_row("full", [], None, []), make_row("sbm", [], None, ["/nowhere"], error="out of memory")]
+    text = Balanced(write_report(tmp_path / "r.html", make_comparison(rows), title="t").read_text()).text
+    assert "No run has finished yet" in text and "out of memory" in text and text.count("Nothing to draw") == 6
+
+
+def test_one_seed_has_no_plus_minus_and_broken_files_do_no_harm(tmp_path):
+    run = Path(write_log(tmp_path / "a" / "seed0", top=0.9, seconds=0.1))
+    (run / "model").mkdir()
+    (run / "model" / "task.json").write_text("{")
+    other = tmp_path / "b" / "seed0"
+    other.mkdir(parents=True)
+    (other / "log.jsonl").write_bytes(b"\xff\xfe{}\n")
+    rows = [make_row("full", [0.9], 1.0, [str(run)]), make_row("strided|full", [float("nan")], 0.5, [str(other)])]
+    comparison = {**make_comparison(rows), "task": "a task of one's own"}
+    text = Balanced(write_report(tmp_path / "r.html", comparison, title="t").read_text()).text
+    assert "±" not in text and "One seed each" in text and "nan" in text
+    assert "no example to show them on" in text and "unknown task" in text
+
+
+# ---- the finding -------------------------------------------------------------------------------------------
+
+
+def said(*rows: tuple[str, list[float], float], larger: bool = True) -> str:
+    made = [
+        {**make_row(name, scores, time, []), "colour": 0, "larger_is_better": larger} for name, scores, time in rows
+    ]
+    return re.sub("<[^>]*>", "", findings.headline(findings.find(made)))
+
+
+def test_the_headline_says_who_wins():
+    full = ("full", [0.9], 1.0)
+    assert said(full) == "full has the best accuracy, 0.900, and is the fastest."
+    assert said(full, ("star", [0.95], 0.5)) == "star has the best accuracy, 0.950, and is the fastest."
+    assert (
+        said(full, ("star", [0.89], 0.4)) == "full has the best accuracy, 0.900; star comes close in 40 % of the time."
+    )
+    assert said(full, ("star", [0.5], 0.4)).endswith("; star is the fastest, but 0.400 lower.")
+    assert said(("full", [9.0], 1.0), ("star", [12.5], 0.4), larger=False).endswith(
+        "star is the fastest, but 3.500 higher."
+    )
+    three = said(full, ("star", [0.5], 0.2), ("sbm", [0.89], 0.5))
+    assert "sbm comes close in 50 % of the time; star is the fastest" in three
+    assert said(full, ("star", [0.9], 0.5)).startswith("star has the best")  # of equals the fastest
+    assert "star comes close" in said(("full", [0.8, 1.0], 1.0), ("star", [0.7, 0.9], 0.5))  # within the spread
+
+
+def test_the_best_is_marked_unless_most_are():
+    rows = [
+        make_row(name, [score], time, []) for name, score, time in (("a", 0.5, 1.0), ("b", 0.7, 0.5), ("c", 0.6, 2.0))
+    ]
+    score, time, _, parameters, _ = columns(rows, "accuracy")
+    assert [cell.best for cell in score.cells] == [False, True, False]
+    assert [cell.best for cell in time.cells] == [False, True, False] and [cell.bar for cell in time.cells] == [
+        50,
+        25,
+        100,
+    ]
+    assert not any(cell.best for cell in parameters.cells)  # all equal
+
+
+# ---- curves and charts -------------------------------------------------------------------------------------
+
+
+def test_curves_are_means_over_seeds_and_time_adds_up(tmp_path):
+    runs = [write_log(tmp_path / f"seed{i}", top=top, seconds=s) for i, (top, s) in enumerate(((0.8, 0.5), (0.4, 1.0)))]
+    (history,) = curves.read_histories([make_row("full", [0.8, 0.4], 1.0, runs)])
+    tracks = [curves.metric_track(records, "accuracy", seconds=True) for records in history.seeds]
+    assert tracks[0][40] == (20.0, 0.8) and tracks[1][10] == (10.0, pytest.approx(0.1))
+    assert curves.mean_track(tracks)[-1] == (30.0, pytest.approx(0.6))
+    del tracks[1][40]  # a seed that is not there yet
+    assert len(curves.mean_track(tracks)) == 3
+    lines = curves.lines_of(history, curves.loss_track, dots=False)
+    assert [line.faint for line in lines] == [False, True, True] and lines[0].points[-1] == (40, pytest.approx(1.4))
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+def test_ticks_are_round_and_within(lo, size):
+    found = charts.ticks(lo, lo + size, 7)
+    if lo + size > lo + 1e-12 * abs(lo):
+        assert 1 <= len(found) <= 7
+        assert all(lo - 1e-6 * size <= tick <= lo + size * (1 + 1e-6) for tick in found)
+
+
+def test_a_chart_leaves_gaps_and_turns_logarithmic():
+    drawn = charts.line_chart([charts.Line("a", 0, [(1, 1), (2, float("nan")), (3, 500), (4, 400)])], x="x", y="y")
+    assert re.search(r'd="M[\d. ]+ M[\d. ]+ L[\d. ]+"', drawn) and "y (log)" in drawn and "nan" not in drawn
+    bars = charts.bar_chart([charts.Bar("<a>", 0, 2.0, "2"), charts.Bar("b", 1, 1.0, "1")], label="t", marked=1.0)
+    assert re.findall(r'width="([\d.]+)"', bars) == ["344.0", "172.0"] and "&lt;a&gt;" in bars
+
+
+# ---- trained weights ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["full", "combiner-fixed", "sbm", "composite-slice"])
+def test_trained_weights_are_those_of_the_model(comparison, attention):
+    run = next(row["runs"][0] for row in comparison["rows"] if row["attention"] == attention)
+    ids = torch.arange(40) % 30
+    layers = trained_weights(Path(run) / "model", ids)
+    assert len(layers) == 2
+    if attention == "composite-slice":
+        assert layers == [None, None]
+        return
+    for weights, kind in layers:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(40))
+        assert weights.shape == kind.shape == (40, 40)
+        assert set(kind.unique().tolist()) == ({1, 2} if attention == "combiner-fixed" else {1})
+
+
+# ---- a browser ---------------------------------------------------------------------------------------------
+
+HARNESS = """<body><script>
+for (const [page, width] of [["report.html", 390], ["report.html", 1200], ["bad.html", 390]]) {
+  const frame = document.createElement("iframe");
+  frame.width = width; frame.height = 800; frame.src = page;
+  frame.onload = () => {
+    const page_ = frame.contentDocument, charts = [...page_.querySelectorAll("svg")];
+    frame.dataset.seen = [page_.documentElement.scrollWidth, charts.length,
+      charts.every(chart => chart.getBoundingClientRect().height > 100)].join(" ");
+  };
+  document.body.append(frame);
+}
+</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on this machine")
+def test_a_browser_shows_it_without_complaint(page, tmp_path):
+    """Wide and narrow, no message on the console, nothing loaded, nothing cut off; a bad page beside it is noticed."""
+    text = page.read_text()
+    (tmp_path / "report.html").write_text(text)
+    bad = '<script>alert(1)</script><img src="https://example.org/a.png"><div style="width:2000px">wide</div></main>'
+    (tmp_path / "bad.html").write_text(text.replace("</main>", bad))
+    (tmp_path / "look.html").write_text(HARNESS)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--dump-dom",
+               "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr",
+               "--v=0", "--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}"]  # fmt: skip
+    command = [BROWSER, *options, (tmp_path / "look.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    seen = [line.split() for line in re.findall(r'data-seen="([^"]*)"', done.stdout)]
+    assert [each[0] for each in seen[:2]] == ["390", "1200"] and int(seen[2][0]) >= 2000
+    assert all(each[1:] == ["7", "true"] for each in seen)
+    messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not [line for line in messages if "report.html" in line]
+    assert len([line for line in messages if "bad.html" in line]) >= 2  # the script and the image, both refused
