@@ -15,6 +15,7 @@ SPECS = [name for name in subquad.available() if name not in ("pattern", "combin
 
 
 def config(**keys) -> SubquadConfig:
+    keys = {"pad_token_id": 0, "decoder_start_token_id": 1, **keys}
     small = {"vocab_size": 20, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     return SubquadConfig(**{**small, "max_position_embeddings": 40, "num_labels": 3, **keys})
 
@@ -91,8 +92,9 @@ def test_own_positions_are_shared_by_all_layers():
     assert len(tables) == 1 and model.embeddings.places is None
 
 
-def test_padding_changes_nothing():
-    model = SubquadForSequenceClassification(config(attention="combiner-fixed:span=8")).eval()
+@pytest.mark.parametrize("spec", ["full", "combiner-fixed", "combiner-axial", "combiner-tree", "strided", "axial"])
+def test_padding_changes_nothing(spec):
+    model = SubquadForSequenceClassification(config(attention=spec)).eval()
     ids = torch.randint(20, (1, 20))
     padded = torch.cat([ids, torch.zeros(1, 9, dtype=torch.long)], 1)
     mask = (torch.arange(29) < 20).long()[None]

@@ -20,7 +20,7 @@ except ModuleNotFoundError as missing:
 
 from subquad.cli.console import complain
 
-MODULES = ("listing", "show", "plot", "bench", "train", "compare", "use", "study", "analyze", "prove")
+MODULES = ("listing", "show", "plot", "bench", "train", "compare", "use", "sample", "study", "analyze", "prove")
 UsageError: Any = typer.BadParameter.__base__  # click's; typer brings its own copy of click or uses the real one
 
 

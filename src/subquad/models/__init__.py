@@ -6,6 +6,8 @@ model = SubquadForCausalLM(SubquadConfig(vocab_size=256, attention="combiner-fix
 Importing this package registers them with transformers' Auto classes (model_type "subquad").
 """
 
+from typing import Any
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -40,7 +42,7 @@ __all__ = [
 ]
 
 # the name of a head as tasks say it
-HEADS = {
+HEADS: dict[str, Any] = {
     "causal-lm": SubquadForCausalLM,
     "masked-lm": SubquadForMaskedLM,
     "sequence": SubquadForSequenceClassification,

@@ -4,7 +4,8 @@ A text is n/16 sentences of 16 tokens in random order. Most are hay: random toke
 a fact gives one value to one key, and says so in all its tokens. A few are questions: a question names a key, and the
 label of its tokens is the value that the fact about this key gives, wherever it stands. So every question must find
 one sentence among n/16 by its content. A model that sees only the token itself, or the mean of all tokens, cannot do
-better than guessing among the values that occur; order carries no information, so `small` has no positions.
+better than guessing among the values that occur; order carries no information, so there are no positions.
+`small` states every fact eight times: it is learned in a hundred steps. No paper has this task; `paper` is a large one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ HAY = 16  # different hay tokens; 0 is padding
 @dataclass(frozen=True, kw_only=True)
 class NeedleRecipe(Recipe):
     sentence: int = option(16, "tokens of a sentence", ge=1)
-    keys: int = option(4, "facts in a text, each about its own key", ge=1)
+    keys: int = option(4, "different facts in a text, each about its own key", ge=1)
+    repeats: int = option(1, "sentences that state each fact", ge=1)
     values: int = option(8, "values that a fact can give", ge=2)
     questions: int = option(8, "questions in a text", ge=1)
 
@@ -36,21 +38,22 @@ class Needle(Task):
     head = "token"
     recipes = {  # noqa: RUF012
         "small": NeedleRecipe(
-            length=2048, width=64, layers=2, heads=4, feedforward=128, positions="none", steps=120, batch=8, rate=3e-3,
-            warmup=10, evaluate=30, eval_size=32,
+            length=2048, width=64, layers=2, heads=4, feedforward=128, positions="none", steps=120, batch=4, rate=5e-3,
+            warmup=10, evaluate=30, eval_size=32, values=4, repeats=8, questions=32,
         ),
         "paper": NeedleRecipe(
             length=16384, width=128, layers=4, heads=8, positions="none", steps=5000, batch=32, rate=1e-3, warmup=200,
-            eval_size=500, keys=64, values=32, questions=64, evaluate=250,
+            eval_size=500, keys=64, values=32, questions=64, repeats=4, evaluate=250,
         ),
     }  # fmt: skip
 
     def load(self) -> Splits:
         r = self.recipe
-        if r.length % r.sentence or (r.keys + r.questions) * r.sentence > r.length:
+        needed = (r.keys * r.repeats + r.questions) * r.sentence
+        if r.length % r.sentence or needed > r.length:
             raise ValueError(
-                f"needle: length={r.length} must be whole sentences of {r.sentence} tokens, and at least "
-                f"{(r.keys + r.questions) * r.sentence} for {r.keys} facts and {r.questions} questions"
+                f"needle: length={r.length} must be whole sentences of {r.sentence} tokens, and at least {needed} for "
+                f"{r.keys} facts × {r.repeats} and {r.questions} questions"
             )
         sizes = (r.train_size or r.steps * r.batch, r.eval_size or 500, r.eval_size or 500)
         return Splits(*(Made(self.make, size, (self.seed, part)) for part, size in enumerate(sizes)))
@@ -60,10 +63,12 @@ class Needle(Task):
         ids = rng.integers(1, 1 + HAY, (r.length // r.sentence, r.sentence))  # (sentences, tokens)
         labels = np.full_like(ids, IGNORED)
         order = rng.permutation(len(ids))
-        facts, questions = order[: r.keys], order[r.keys : r.keys + r.questions]
+        facts, questions = np.split(order, [r.keys * r.repeats])
+        questions = questions[: r.questions]
         values = rng.integers(r.values, size=r.keys)  # of key 0, 1, …
         asked = rng.integers(r.keys, size=r.questions)
-        ids[facts] = (1 + HAY + np.arange(r.keys) * r.values + values)[:, None]
+        key = np.arange(len(facts)) % r.keys  # of each fact
+        ids[facts] = (1 + HAY + key * r.values + values[key])[:, None]
         ids[questions] = (1 + HAY + r.keys * r.values + asked)[:, None]
         labels[questions] = values[asked][:, None]
         return {"input_ids": torch.from_numpy(ids.ravel()), "labels": torch.from_numpy(labels.ravel())}

@@ -41,7 +41,7 @@ def damage(folder: Path) -> str | None:
 
 def newest_good(run: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of a run, and a line about each damaged one that was put aside on the way."""
-    complaints = []
+    complaints: list[str] = []
     for folder in all_checkpoints(run):
         wrong = damage(folder)
         if wrong is None:

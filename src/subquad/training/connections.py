@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from subquad.attention.base import Attention
@@ -25,8 +27,9 @@ def of_mechanism(layer: Attention, n: int) -> float:
         return _slices(layer, n)
     if n > COUNTED:
         return of_mechanism(layer, COUNTED) * (n / COUNTED) ** layer.exponent
-    if hasattr(layer, "cost_report"):  # a Combiner: tokens and summaries that the queries see, tokens in the summaries
-        cost = layer.cost_report(n)
+    report: Any = getattr(layer, "cost_report", None)
+    if report is not None:  # a Combiner: tokens and summaries that the queries see, tokens in the summaries
+        cost = report(n)
         return cost["terms of all queries"] + cost["members of these groups"]
     return layer.support(n).float().sum().item() / (layer.options.num_heads if layer.support(n).dim() == 3 else 1)
 

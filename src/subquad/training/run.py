@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from accelerate import PartialState
@@ -182,7 +183,7 @@ def make_trainer(run: Run, model: Any, splits: Any, stopper: Stopper, base_memor
         data_collator=task.collate,
         train_dataset=splits.train,
         eval_dataset=splits.valid,
-        compute_metrics=lambda outputs: task.measure(outputs.predictions),
+        compute_metrics=lambda outputs: task.measure(np.asarray(outputs.predictions)),
         preprocess_logits_for_metrics=task.score,
         callbacks=callbacks,
     )
