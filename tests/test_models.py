@@ -17,7 +17,7 @@ SPECS = [name for name in subquad.available() if name not in ("pattern", "combin
 def config(**keys) -> SubquadConfig:
     keys = {"pad_token_id": 0, "decoder_start_token_id": 1, **keys}
     small = {"vocab_size": 20, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    return SubquadConfig(**{**small, "max_position_embeddings": 40, "num_labels": 3, **keys})
+    return SubquadConfig(**{**small, "max_position_embeddings": 40, "num_labels": 3, "num_hidden_layers": 2, **keys})
 
 
 def batch(head: str, n: int = 33) -> dict[str, torch.Tensor]:

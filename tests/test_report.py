@@ -23,7 +23,7 @@ from subquad.training.report import columns, write_report
 
 EVIL = "combiner-fixed:span=<script>alert('x')</script>"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-SETTINGS = ("length=64", "keys=2", "questions=2", "layers=2", "heads=2", "width=8")
+SETTINGS = ("length=64", "keys=2", "questions=2", "repeats=1", "values=8", "layers=2", "heads=2", "width=8")
 VOID = {"meta", "link", "img", "wbr"}
 
 

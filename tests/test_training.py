@@ -18,7 +18,19 @@ from subquad.training import checkpoints, log, use
 from subquad.training.compare import Comparison, check, pending, prepare, rows, split_list, write
 from subquad.training.run import Run, check_attention, train
 
-TINY = ("length=64", "sentence=4", "width=16", "heads=2", "feedforward=32", "batch=4", "eval_size=8", "warmup=0")
+TINY = (
+    "length=64",
+    "sentence=4",
+    "repeats=1",
+    "questions=8",
+    "values=8",
+    "width=16",
+    "heads=2",
+    "feedforward=32",
+    "batch=4",
+    "eval_size=8",
+    "warmup=0",
+)
 
 
 def tiny(out: Path, *settings: str, attention: str = "full", seed: int = 0) -> Run:
@@ -153,7 +165,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
 def test_resuming_something_else_is_refused(tmp_path):
     train(tiny(tmp_path))
     (tmp_path / "result.json").unlink()
-    with pytest.raises(ValueError, match=r"rate was 0.003 .* and is 0.1 now"):
+    with pytest.raises(ValueError, match=r"rate was 0.005 .* and is 0.1 now"):
         train(tiny(tmp_path, "rate=0.1"), resume=True)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from subquad.attention.base import Attention
 from subquad.attention.options import make, parse, split_spec
-from subquad.names import unknown
+from subquad.names import look_up
 
 _MECHANISMS: dict[str, str | type[Attention]] = {
     "full": "subquad.attention.full:Full",
@@ -64,15 +63,7 @@ def unregister(name: str) -> None:
 
 def mechanism(name: str) -> type[Attention]:
     """The class registered under `name`."""
-    if name not in _MECHANISMS:
-        raise unknown("attention", name, _MECHANISMS)
-    entry = _MECHANISMS[name]
-    if isinstance(entry, str):
-        module, _, attribute = entry.partition(":")
-        entry = getattr(import_module(module), attribute)
-        entry.name = name
-        _MECHANISMS[name] = entry
-    return entry
+    return look_up("attention", name, _MECHANISMS)
 
 
 def attention(spec: str, **options: Any) -> Attention:

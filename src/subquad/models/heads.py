@@ -134,24 +134,6 @@ class SubquadForMaskedLM(Head):
         self.lm_head = value
 
 
-class SubquadForSequenceClassification(Head):
-    """One answer per sequence, from the mean of the real tokens or from the first one; one label is a regression."""
-
-    def __init__(self, config: SubquadConfig) -> None:
-        super().__init__(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.classifier = _linear(config, config.num_labels)
-        self.post_init()
-
-    def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        return self.classifier(self.dropout(pool(states, attention_mask, self.config.pooling)))  # (B, labels)
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if self.config.num_labels == 1:
-            return F.mse_loss(logits[:, 0].float(), labels.float())
-        return super().loss(logits, labels)
-
-
 class SubquadForTokenClassification(Head):
     """One answer per token; labels are -100 where none is asked for."""
 
@@ -163,6 +145,18 @@ class SubquadForTokenClassification(Head):
 
     def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.classifier(self.dropout(states))  # (B, n, labels)
+
+
+class SubquadForSequenceClassification(SubquadForTokenClassification):
+    """One answer per sequence, from the mean of the real tokens or from the first one; one label is a regression."""
+
+    def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return self.classifier(self.dropout(pool(states, attention_mask, self.config.pooling)))  # (B, labels)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.config.num_labels == 1:
+            return F.mse_loss(logits[:, 0].float(), labels.float())
+        return super().loss(logits, labels)
 
 
 def pool(states: Tensor, attention_mask: Tensor | None, how: str) -> Tensor:

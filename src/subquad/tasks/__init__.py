@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from subquad.names import unknown
+from subquad.names import look_up, unknown
 
 if TYPE_CHECKING:
     from subquad.tasks.base import Task
@@ -54,15 +53,7 @@ def register(name: str, cls: type[Task], *, replace: bool = False) -> None:
 
 def task_class(name: str) -> type[Task]:
     """The class registered under `name`."""
-    if name not in _TASKS:
-        raise unknown("task", name, _TASKS)
-    entry = _TASKS[name]
-    if isinstance(entry, str):
-        module, _, attribute = entry.partition(":")
-        entry = getattr(import_module(module), attribute)
-        entry.name = name
-        _TASKS[name] = entry
-    return entry
+    return look_up("task", name, _TASKS)
 
 
 def task(name: str, recipe: str = "small", settings: tuple[str, ...] = (), data: Path | None = None, seed: int = 0):

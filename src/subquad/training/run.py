@@ -173,10 +173,9 @@ def make_trainer(run: Run, model: Any, splits: Any, stopper: Stopper, base_memor
     callbacks = [Recorder(run.out, tokens, base_memory), stopper, bar]
     if r.patience is not None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=r.patience))
-    if main_process():
-        from torch.utils.tensorboard import SummaryWriter
-
-        callbacks.append(TensorBoardCallback(SummaryWriter(str(run.out / "tensorboard"))))
+    board = TensorBoardCallback()
+    board.logging_dir = str(run.out / "tensorboard")
+    callbacks.append(board)
     trainer = SafeTrainer(
         model,
         arguments,

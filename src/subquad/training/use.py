@@ -13,6 +13,7 @@ from transformers import set_seed
 from subquad.models import HEADS
 from subquad.tasks import task_class
 from subquad.tasks.base import Task
+from subquad.training.checkpoints import UNREADABLE
 
 
 def load(folder: Path, data: Path | None = None) -> tuple[Any, Task]:
@@ -26,7 +27,7 @@ def load(folder: Path, data: Path | None = None) -> tuple[Any, Task]:
     task = cls(type(cls.recipes[about["recipe"]])(**settings), data, about["seed"])
     try:
         model = HEADS[task.head].from_pretrained(folder)
-    except (OSError, RuntimeError, ValueError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{folder}: the model cannot be read ({' '.join(str(error).split())[:200]})") from error
     task.restore(folder)
     return model.eval(), task
