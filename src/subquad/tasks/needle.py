@@ -38,8 +38,8 @@ class Needle(Task):
     head = "token"
     recipes = {  # noqa: RUF012
         "small": NeedleRecipe(
-            length=2048, width=64, layers=2, heads=4, feedforward=128, positions="none", steps=120, batch=4, rate=5e-3,
-            warmup=10, evaluate=30, eval_size=32, values=4, repeats=8, questions=32,
+            length=2048, width=64, layers=2, heads=4, feedforward=128, positions="none", steps=100, batch=4, rate=5e-3,
+            warmup=10, evaluate=25, eval_size=32, values=4, repeats=8, questions=32,
         ),
         "paper": NeedleRecipe(
             length=16384, width=128, layers=4, heads=8, positions="none", steps=5000, batch=32, rate=1e-3, warmup=200,
