@@ -104,7 +104,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
 
 def test_two_processes_equal_one(tmp_path):
     """The same global batch over two processes (gloo) gives the same losses."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     many = [*torchrun, "-m", *command(tmp_path / "two", "--set", "steps=4")[2:]]
     subprocess.run(many, env=ENVIRONMENT, check=True, capture_output=True)
     subprocess.run(command(tmp_path / "one", "--set", "steps=4"), env=ENVIRONMENT, check=True, capture_output=True)
