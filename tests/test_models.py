@@ -35,8 +35,8 @@ def batch(head: str, n: int = 33) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_mechanism_trains_saves_and_loads(spec, head, tmp_path):
     torch.manual_seed(1)
-    model = HEADS[head](config(attention=spec, density_weight=0.1))
-    inputs = batch(head)
+    model = HEADS[head](config(attention=spec, density_weight=0.1, num_hidden_layers=1))
+    inputs = batch(head, 19)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(2):
