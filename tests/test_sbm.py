@@ -226,7 +226,8 @@ def test_values_and_gradients_of_eq_9(monkeypatch, path, options):
 
 @pytest.mark.parametrize("path", ["edges", "dense"])
 @pytest.mark.parametrize("post", [False, True])
-def test_the_plain_path_of_other_devices_with_dropout(path, post):
+def test_the_plain_path_of_other_devices_with_dropout(monkeypatch, path, post):
+    monkeypatch.setattr(gated, "GROUP", 200)  # a group of two graphs, and two groups of one
     q, k, v = inputs(19)
     draw = torch.Generator().manual_seed(3)
     w, z = (torch.rand(2, 2, 19, 3, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
@@ -373,29 +374,13 @@ def test_options_that_do_not_exist_are_refused():
 # ---- the study and the pictures -------------------------------------------------------------------------------------
 
 
-def test_repeated_tokens_are_labelled(monkeypatch):
-    tokens = torch.tensor([[1, 4, 3, 7, 3, 2, 3, 1]])  # the paper's example
-    monkeypatch.setattr(torch, "randint", lambda *a, **k: tokens)
-    assert repeated_tokens.sequences(1, 8, None)[1].tolist() == [[1, 0, 1, 0, 1, 0, 1, 1]]
-
-
-def test_the_study_goes_on_after_a_kill(tmp_path, monkeypatch):
-    monkeypatch.setattr(repeated_tokens, "CHECKPOINT", 2)
-    setting = repeated_tokens.Setting(length=8, width=8, batch=4, steps=5)
-    whole = repeated_tokens.train("sbm:clusters=4", tmp_path / "whole", setting)
-
-    def stop(record):
-        if record["step"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        repeated_tokens.train("sbm:clusters=4", tmp_path / "cut", setting, stop)
-    log = tmp_path / "cut" / "sbm-clusters=4.jsonl"
-    log.write_text(log.read_text() + '{"attention": "sb')
-    assert repeated_tokens.train("sbm:clusters=4", tmp_path / "cut", setting) == whole == repeated_tokens.read(log)
-    results = repeated_tokens.run(tmp_path / "cut", ["sbm:clusters=4", "full"], setting)
-    assert results["full"]["density"] == 1 and 0 < results["sbm:clusters=4"]["density"] < 1
-    assert (tmp_path / "cut" / "repeated_tokens.png").stat().st_size > 1000
+def test_the_study_trains_goes_on_and_draws(tmp_path):
+    names, settings = ["sbm:clusters=4", "full"], ("length=8", "batch=4", "steps=5", "evaluate=2", "eval_size=4")
+    first = repeated_tokens.results(tmp_path, names[:1], settings)
+    found = repeated_tokens.results(tmp_path, names, settings)
+    assert found[names[0]] == first[names[0]] and 0 < first[names[0]]["density"][0][0] < 1
+    assert found["full"]["density"] is None and found["full"]["recipe"] == "paper"
+    assert repeated_tokens.draw_training(tmp_path, names).stat().st_size > 1000
 
 
 def test_pictures(tmp_path):

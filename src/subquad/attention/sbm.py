@@ -92,7 +92,7 @@ class Sbm(Attention):
 
     def _nodes(self, x: Tensor, c: Tensor) -> Tensor:
         w1, w2, b1, b2 = (self.mlp[name].to(x.dtype) for name in ("weight1", "weight2", "bias1", "bias2"))
-        return torch.sigmoid((F.relu(x @ w1 + b1) @ w2 + b2) @ c.mT)  # (B, H, n, k)
+        return ((F.relu(x @ w1 + b1) @ w2 + b2) @ c.mT).sigmoid_()  # (B, H, n, k); in place: it is the largest
 
     def rules(self, crossover: float) -> Rules:
         o = self.options

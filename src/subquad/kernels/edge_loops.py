@@ -18,7 +18,6 @@ _FAST = {"reassoc", "contract", "arcp", "nsz"}  # without nnan and ninf: -inf an
 _inline = numba.njit(fastmath=_FAST, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 _kernel = numba.njit(fastmath=_FAST, error_model="numpy", parallel=True, cache=True)
 _SPAN = 64  # edges of a row before the next row's turn: 64 keys of 64 floats are 16 kB, half of a usual L1
-IN_PLACE = np.empty(0, np.int32)  # an `order` for lists that are not transposed
 
 
 @contextmanager
@@ -42,13 +41,25 @@ def launch(kernel: Callable, shape: tuple[int, int, int], *arguments: object) ->
 
 
 def transpose(indptr: np.ndarray, indices: np.ndarray, num_keys: int) -> tuple[np.ndarray, ...]:
-    """The list by key: offsets (g, m + 1), queries (E,), and where each of these edges stands (E,)."""
+    """The list by key: offsets (g, m + 1), queries (E,), and where each edge of the list went (E,)."""
     offsets = np.zeros((len(indptr), num_keys + 1), np.int64)
     queries = np.empty_like(indices)
-    order = np.empty(indices.shape, np.int32 if len(indices) < 2**31 else np.int64)
+    slots = np.empty(indices.shape, np.int32 if len(indices) < 2**31 else np.int64)
     with _threads():
-        transpose_kernel(indptr, indices, offsets, queries, order)
-    return offsets, queries, order
+        transpose_kernel(indptr, indices, offsets, queries, slots)
+    return offsets, queries, slots
+
+
+def moved(weights: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Numbers per edge (u, E), in the order of the transposed list.
+
+    Written to their slots as the rows go: all rows together write a few lines of cache per key. Reading them key after
+    key would fetch a line per edge.
+    """
+    out = np.empty_like(weights)
+    with _threads() as workers:
+        move_kernel(workers, weights, slots, out)
+    return out
 
 
 # ---- one row, one block of rows, then the kernels ----
@@ -210,17 +221,11 @@ def scores_kernel(tasks, rows, workers, q, k, indptr, indices, scale, out):
 
 
 @_kernel
-def sum_kernel(tasks, rows, workers, weights, y, indptr, indices, order, out):
-    """`order` says where the weight of each edge stands; empty: in its place."""
+def sum_kernel(tasks, rows, workers, weights, y, indptr, indices, out):
     for worker in numba.prange(workers):
         for task in range(worker, tasks, workers):
             t, u, first, last, ptr = _block(task, indptr, rows)
-            w = weights[u, ptr[0] : ptr[-1]]
-            if order.size:
-                w = np.empty(ptr[-1] - ptr[0], weights.dtype)
-                for e in range(w.size):
-                    w[e] = weights[u, order[ptr[0] + e]]
-            _block_sums(w, y[t], ptr, indices, out[t, first:last])
+            _block_sums(weights[u, ptr[0] : ptr[-1]], y[t], ptr, indices, out[t, first:last])
 
 
 @_kernel
@@ -252,7 +257,7 @@ def softmax_backward_kernel(tasks, rows, workers, s, dp, indptr, gate, weight, s
 
 
 @_kernel
-def transpose_kernel(indptr, indices, offsets, queries, order):
+def transpose_kernel(indptr, indices, offsets, queries, slots):
     """Counting sort of every graph by key; offsets start as zeros."""
     for r in numba.prange(indptr.shape[0]):
         for e in range(indptr[r, 0], indptr[r, -1]):
@@ -264,5 +269,14 @@ def transpose_kernel(indptr, indices, offsets, queries, order):
         for i in range(indptr.shape[1] - 1):
             for e in range(indptr[r, i], indptr[r, i + 1]):
                 slot = free[indices[e]]
-                queries[slot], order[slot] = i, e
+                queries[slot], slots[e] = i, slot
                 free[indices[e]] += 1
+
+
+@_kernel
+def move_kernel(workers, x, slots, out):
+    for worker in numba.prange(workers):
+        first, last = slots.size * worker // workers, slots.size * (worker + 1) // workers
+        for u in range(x.shape[0]):
+            for e in range(first, last):
+                out[u, slots[e]] = x[u, e]

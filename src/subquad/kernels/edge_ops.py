@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels import edge_loops as loops
-from subquad.kernels.edge_loops import IN_PLACE, launch, transpose
+from subquad.kernels.edge_loops import launch, moved, transpose
 
 
 @torch.library.custom_op("subquad::edge_scores", mutates_args=(), device_types="cpu")
@@ -27,11 +27,13 @@ def scores(q: Tensor, k: Tensor, indptr: Tensor, indices: Tensor, scale: float) 
 def sums(w: Tensor, x: Tensor, indptr: Tensor, indices: Tensor, num_keys: int, transposed: bool) -> Tensor:
     """Σ_e w_e x_j for each row i; transposed: Σ_e w_e x_i for each key j."""
     _check_list(indptr, indices, num_keys)
-    edges = _array(indptr), _array(indices), IN_PLACE
-    edges = transpose(*edges[:2], num_keys) if transposed else edges
-    out = x.new_empty(*x.shape[:2], edges[0].shape[1] - 1, x.shape[3])
+    weights, ptr, ends = map(_array, (w, indptr, indices))
+    if transposed:
+        ptr, ends, slots = transpose(ptr, ends, num_keys)
+        weights = moved(weights, slots)
+    out = x.new_empty(*x.shape[:2], ptr.shape[1] - 1, x.shape[3])
     y = _array(out)
-    launch(loops.sum_kernel, y.shape, _array(w), _array(x), *edges, y)
+    launch(loops.sum_kernel, y.shape, weights, _array(x), ptr, ends, y)
     return out
 
 
@@ -66,19 +68,26 @@ def _attention_backward(
     weight: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check_list(indptr, indices, k.shape[2])
     grads = _like(q, k, v, gate, weight)
-    dq, dk, dv, dgate, dweight = map(_array, grads)
-    do, x, y, z, ptr, keys, gate_, weight_ = map(_array, (dout, q, k, v, indptr, indices, gate, weight))
-    by_key = transpose(ptr, keys, k.shape[2])
-    factor, one = x.dtype.type(scale), x.dtype.type(1)
-    s, dp = (np.empty((len(x) // len(ptr), len(keys)), x.dtype) for _ in range(2))  # (B·H // g, E)
-    launch(loops.scores_kernel, x.shape, x, y, ptr, keys, factor, s)
-    launch(loops.scores_kernel, x.shape, do, z, ptr, keys, one, dp)
-    launch(loops.softmax_backward_kernel, x.shape, s, dp, ptr, gate_, weight_, factor, dgate, dweight)
-    launch(loops.sum_kernel, x.shape, s, y, ptr, keys, IN_PLACE, dq)
-    launch(loops.sum_kernel, y.shape, s, x, *by_key, dk)
-    launch(loops.sum_kernel, y.shape, dp, do, *by_key, dv)
+    arrays = map(_array, (dout, q, k, v, indptr, indices, gate, weight))
+    by_key = transpose(_array(indptr), _array(indices), k.shape[2])
+    backward(*arrays, by_key, scale, tuple(map(_array, grads)))
     return grads
+
+
+def backward(do, q, k, v, ptr, keys, gate, weight, by_key, scale: float, grads: tuple[np.ndarray, ...]) -> None:
+    """Fills dq, dk, dv, dgate and dweight. Arrays as in `edge_loops`; `by_key` is the transposed list."""
+    dq, dk, dv, dgate, dweight = grads
+    factor, one = q.dtype.type(scale), q.dtype.type(1)
+    s, dp = (np.empty((len(q) // len(ptr), len(keys)), q.dtype) for _ in range(2))  # (B·H // g, E)
+    launch(loops.scores_kernel, q.shape, q, k, ptr, keys, factor, s)
+    launch(loops.scores_kernel, q.shape, do, v, ptr, keys, one, dp)
+    launch(loops.softmax_backward_kernel, q.shape, s, dp, ptr, gate, weight, factor, dgate, dweight)
+    launch(loops.sum_kernel, q.shape, s, k, ptr, keys, dq)
+    *by_key, slots = by_key
+    launch(loops.sum_kernel, k.shape, moved(s, slots), q, *by_key, dk)
+    launch(loops.sum_kernel, k.shape, moved(dp, slots), do, *by_key, dv)
 
 
 @scores.register_fake

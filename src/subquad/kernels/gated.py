@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.edge_loops import exp
+from subquad.kernels.edge_loops import exp, launch, moved, sum_kernel, transpose
+from subquad.kernels.edge_ops import backward as edge_backward
 from subquad.kernels.edges import EdgeList, edge_attention, edge_scores
 
 BLOCK = 2**20  # pairs of a block: three float32 buffers of 4 MB
+GROUP = 2**21  # edges of the graphs that are differentiated together: buffers of 8 MB
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 _inline = numba.njit(fastmath=_FAST, error_model="numpy")
 _kernel = numba.njit(fastmath=_FAST, error_model="numpy", parallel=True, cache=True)
@@ -269,18 +271,33 @@ def _edge_keep(like: Tensor, indices: Tensor, seed: Tensor, dropout: float) -> T
 
 
 def _edge_backward(grad, q, k, v, w, z, indptr, indices, seed, scale, dropout, post, gated) -> tuple[Tensor, ...]:
-    keep, absent = _edge_keep(q, indices, seed, dropout), q.new_empty(0, 0)
-    ones = q.new_ones(1, len(indices)) if gated else absent  # (1, E)
-    gate, weight = (absent, keep if dropout else ones) if post else (ones, keep)
-    dq, dk, dv, dgate, dweight = torch.ops.subquad.edge_attention_backward(
-        grad, q, k, v, indptr, indices, gate, weight, scale
-    )
-    if not gated:
-        return dq, dk, dv, torch.zeros_like(w), torch.zeros_like(z)
-    dp = dgate if not post else dweight * keep if dropout else dweight  # (1, E)
-    dw = torch.ops.subquad.edge_sum(dp, z, indptr, indices, k.shape[2], False)
-    dz = torch.ops.subquad.edge_sum(dp, w, indptr, indices, k.shape[2], True)
-    return dq, dk, dv, dw, dz
+    """Some graphs at a time: numbers per edge stay small, and their pages are used again."""
+    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, w, z)]
+    keep = _edge_keep(q, indices, seed, dropout).numpy()  # (1, E)
+    rows = [x.detach().flatten(0, 1).contiguous().numpy() for x in (grad, q, k, v, w, z, *grads)]
+    for t, e in _groups(indptr):
+        ptr, keys = (indptr[t] - e.start).numpy(), indices[e].numpy()
+        by_key = transpose(ptr, keys, k.shape[2])
+        do, x, y, u, a, b, dx, dy, du, da, db = (array[t] for array in rows)
+        none, ones, kept = x[0, :0, :0], np.ones((1, len(keys) * gated), x.dtype), keep[:, e]
+        gate, weight = (none, kept if dropout else ones) if post else (ones, kept)
+        dgate, dweight = np.empty_like(gate), np.empty_like(weight)
+        edge_backward(do, x, y, u, ptr, keys, gate, weight, by_key, scale, (dx, dy, du, dgate, dweight))
+        if gated:
+            dp = dgate if not post else dweight * kept if dropout else dweight  # (1, E)
+            launch(sum_kernel, a.shape, dp, b, ptr, keys, da)
+            launch(sum_kernel, b.shape, moved(dp, by_key[2]), a, *by_key[:2], db)
+    return tuple(grads)
+
+
+def _groups(indptr: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Consecutive graphs with about GROUP edges together, at least one: which graphs, which edges."""
+    ends, first = indptr[:, -1].tolist(), 0
+    starts = [0, *ends[:-1]]
+    for last in range(1, len(ends) + 1):
+        if last == len(ends) or ends[last] - starts[first] > GROUP:
+            yield slice(first, last), slice(starts[first], ends[last - 1])
+            first = last
 
 
 # ---- the operators --------------------------------------------------------------------------------------------------

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from subquad.attention.sbm import Sbm, density_loss, sbm_layers
-from subquad.layers import MultiheadAttention
-from subquad.studies.repeated_tokens import sequences
+from subquad.attention.sbm import Sbm, sbm_layers
 
 
 def _figure(columns: int, rows: int = 1, size: float = 2.6):
@@ -151,61 +149,48 @@ def draw_attended(model: nn.Module, batch: tuple, path: Path, height: int, seque
 # ---- a small model, trained -----------------------------------------------------------------------------------------
 
 
-class Encoder(nn.Module):
-    """Pre-norm Transformer layers with SBM attention, one logit per token; no positions, as the task needs none."""
-
-    def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4, clusters: int = 32) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.attentions = nn.ModuleList(
-            MultiheadAttention(width, heads, attention=f"sbm:clusters={clusters}", batch_first=True)
-            for _ in range(layers)
-        )
-        self.feedforwards = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
-            for _ in range(layers)
-        )
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
-        self.head = nn.Linear(width, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)  # (B, n, d)
-        for norm, attention, feedforward in zip(self.norms, self.attentions, self.feedforwards, strict=True):
-            y = norm(x)
-            x = x + attention(y, y, y, need_weights=False)[0]
-            x = x + feedforward(x)
-        return self.head(x).squeeze(-1)  # (B, n)
-
-
-def train_small(length: int = 32, batch: int = 32, steps: int = 1000, penalty: float = 0.02, seed: int = 0) -> Encoder:
-    """An encoder that finds repeated tokens (section 5.1).
+def train_small(
+    length: int = 32, batch: int = 32, steps: int = 1000, penalty: float = 0.02, seed: int = 0
+) -> nn.Module:
+    """An encoder of two layers and four heads that finds repeated tokens (section 5.1).
 
     In the second half of the steps penalty · density is added to the loss: edges must be worth it. From the start it
     would empty the masks before there is anything to lose.
     """
+    from subquad.models import SubquadConfig, SubquadForTokenClassification
+
     torch.manual_seed(seed)
-    model, draw = Encoder(length), torch.Generator().manual_seed(seed)
+    config = SubquadConfig(
+        vocab_size=length, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=length, positions="none", attention="sbm:clusters=32",
+    )  # fmt: skip
+    model, batches = SubquadForTokenClassification(config), sequences(batch, length, steps, seed)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    for step in range(steps):
-        tokens, target = sequences(batch, length, draw)
-        loss = F.binary_cross_entropy_with_logits(model(tokens), target)
-        loss = loss + penalty * density_loss(model) if 2 * step >= steps else loss
+    for step, (tokens, labels) in enumerate(batches):
+        model.config.density_weight = penalty if 2 * step >= steps else 0.0
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        model(tokens, labels=labels).loss.backward()
         optimizer.step()
     return model.eval()
 
 
+def sequences(batch: int, length: int, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """So many batches of tokens and labels, both (B, n), of the task `repeated-tokens`."""
+    from subquad.tasks import task
+
+    drawn = task("repeated-tokens", settings=(f"length={length}", f"train_size={batch * count}"), seed=seed).load()
+    return [(part["input_ids"], part["labels"]) for part in DataLoader(drawn.train, batch_size=batch)]
+
+
 @torch.no_grad()
-def draw_trained(model: Encoder, path: Path, length: int = 32, seed: int = 1) -> tuple[Path, float]:
+def draw_trained(model: nn.Module, path: Path, length: int = 32, seed: int = 1) -> tuple[Path, float]:
     """Expected and sampled mask of every head on one sequence, its tokens in ascending order so that equal ones are
     neighbours, and the density per layer and head over 20 batches. Returns path and accuracy on these batches."""
     from matplotlib.figure import Figure
 
-    draw = torch.Generator().manual_seed(seed)
-    batches = [sequences(16, length, draw) for _ in range(20)]
+    batches = sequences(16, length, 20, seed)
     found = densities(model, [(tokens,) for tokens, _ in batches])  # (batches, L, H)
-    right = torch.stack([((model(tokens) > 0) == (target > 0)).float().mean() for tokens, target in batches]).mean()
+    right = torch.stack([(model(x).logits.argmax(-1) == labels).float().mean() for x, labels in batches]).mean()
     model(batches[0][0][:1].sort(1)[0])
     layers, heads = found.shape[1:]
     figure = Figure(figsize=(2.3 * heads + 3.2, 4.4 * layers + 0.3), layout="constrained")
