@@ -193,6 +193,9 @@ def reference(a, q, k, v, mask):
         c = a.clusters[h]
         block = (c @ c.mT).exp() / (c @ c.mT).exp().sum()
         p = member(q[:, h], h) @ block @ member(k[:, h], h).mT
+        if a.options.window or a.options.self_loops:
+            place, half = torch.arange(len(p[0])), (a.options.window or 0) // 2
+            p = p * ((place[:, None] - place).abs() > half)  # pinned edges do not come from p
         through = mask[:, h].double() * (1 + p - p.detach())  # the mask by value, p by gradient
         scores = q[:, h] @ k[:, h].mT / math.sqrt(8)
         scores = scores * through if a.options.ste == "pre" else scores
@@ -204,7 +207,7 @@ def reference(a, q, k, v, mask):
 
 @pytest.mark.parametrize("path", ["edges", "dense"])
 @pytest.mark.parametrize(
-    "options", [{}, {"ste": "post"}, {"causal": True, "window": 5}, {"sampler": "fastrg"}], ids=str
+    "options", [{}, {"ste": "post", "self_loops": True}, {"causal": True, "window": 5}, {"sampler": "fastrg"}], ids=str
 )
 def test_values_and_gradients_of_eq_9(monkeypatch, path, options):
     monkeypatch.setattr(sbm, "CROSSOVER", -1.0 if path == "dense" else 2.0)
@@ -232,7 +235,7 @@ def test_the_plain_path_of_other_devices_with_dropout(monkeypatch, path, post):
     draw = torch.Generator().manual_seed(3)
     w, z = (torch.rand(2, 2, 19, 3, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
     drawn = sample(w / 3, z, torch.tensor(1), None, Rules(crossover=-1.0 if path == "dense" else 2.0))
-    arguments = (q, k, v, w, z, drawn.indptr, drawn.indices, drawn.mask, torch.tensor(5), 0.4, 0.3, post, False)
+    arguments = (q, k, v, w, z, drawn.indptr, drawn.indices, drawn.mask, torch.tensor(5), 0.4, 0.3, post, False, 2)
     outs = [gated._attention_op(*arguments), gated._plain(*arguments)]
     torch.testing.assert_close(*outs)
     grads = [torch.autograd.grad(out.square().sum(), (q, k, v, w, z)) for out in outs]

@@ -9,9 +9,9 @@
 
 Cost follows the density: below `CROSSOVER` the edges run through the edge kernel, above it a mask runs dense;
 `last_path` says which. Choices where the paper is silent: exploration adds every edge independently with probability
-δ, so P(M_ij = 1) = p + δ - p·δ in training; self-loops and the window pin their edges whatever p is; every edge that is
-there, drawn, explored or pinned, takes part in eq. 9; causal samples j ≤ i only; in cross-attention the window compares
-positions counted from 0 on both sides.
+δ, so P(M_ij = 1) = p + δ - p·δ in training; every edge that was drawn or explored takes part in eq. 9; self-loops and
+the window pin their edges whatever p is, so these have no part in it; causal samples j ≤ i only; in cross-attention the
+window compares positions counted from 0 on both sides.
 
 Sampling is not switched off in evaluation. Each call draws one number from `generator` (a `torch.Generator`; None, the
 default: torch's global one), and everything random follows from it. So two calls after the same `torch.manual_seed`
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention, Capabilities
 from subquad.attention.options import Options, option
 from subquad.kernels.edges import EdgeList
-from subquad.kernels.gated import graph_attention, unpack_mask
+from subquad.kernels.gated import graph_attention, pinned, unpack_mask
 from subquad.supports.sampling import Rules, Sample, draw_seed, pinned_reach, sample, statistics
 
 # Density from which a dense block is faster than its edges. Measured at n = 4096, d = 64, k = 128, CPU seconds on one
@@ -97,7 +97,12 @@ class Sbm(Attention):
     def rules(self, crossover: float) -> Rules:
         o = self.options
         exploration = o.exploration if self.training else 0.0
-        return Rules(o.sampler, o.causal, exploration, pinned_reach(o.self_loops, o.window), crossover)
+        return Rules(o.sampler, o.causal, exploration, self.reach, crossover)
+
+    @property
+    def reach(self) -> int:
+        """Edges |i - j| ≤ reach are pinned; -1: none."""
+        return pinned_reach(self.options.self_loops, self.options.window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         w, z = self.memberships(q, k)
@@ -114,6 +119,7 @@ class Sbm(Attention):
             scale=self.options.softmax_scale,
             post=self.options.ste == "post",
             causal=self.options.causal,
+            reach=self.reach,
             dropout=self.drop,
             seed=seed,
         )
@@ -122,7 +128,7 @@ class Sbm(Attention):
         """1 + p - p.detach() is the mask on its edges, and hands its gradient to p."""
         w, z = self.memberships(q, k)
         seen = self.draw_mask(w, z, key_mask)  # (B, H, n, m)
-        p = w @ z.mT
+        p = (w @ z.mT).masked_fill(pinned(slice(0, q.shape[2]), slice(0, k.shape[2]), self.reach, q.device), 0)
         gate = 1 + p - p.detach()
         s = q.to(w.dtype) @ k.to(w.dtype).mT * self.options.softmax_scale
         s = s * gate if self.options.ste == "pre" else s
@@ -204,7 +210,7 @@ class Sbm(Attention):
         (n, m), o = (w.shape[2], z.shape[2]), self.options
         z = z if key_mask is None else z * key_mask[:, None, :, None]
         w = w * _real_rows(w, z, key_mask)[..., None]
-        reach = pinned_reach(o.self_loops, o.window)
+        reach = self.reach
         if not o.causal and reach < 0:
             return (w.sum(2) * z.sum(2)).sum()
         upto = F.pad(z.cumsum(2), (0, 0, 1, 0))  # (B, H, m + 1, k)

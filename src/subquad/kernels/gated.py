@@ -5,6 +5,7 @@
     pre    dL/dp_ij = dL/ds_ij · s_ij   where M_ij = 1, else 0   (SBM-Transformer eq. 9: M multiplies the scores)
     post   dL/dp_ij = dL/dA_ij · A_ij   where M_ij = 1, else 0   (M multiplies the weights)
 
+Edges |i - j| ≤ reach are pinned: they are there whatever p is, so dL/dp_ij = 0 (reach = -1: none is).
 p itself is never needed: the forward pass uses M alone. Rows that come as a list run through the edge kernel, linear
 in the edges; rows that come as a mask run dense, a block of rows at a time: a matrix product, one fused kernel
 over the block while it is in the cache, a matrix product. No n × m matrix is kept but the mask, one bit per pair.
@@ -45,6 +46,7 @@ def graph_attention(
     scale: float,
     post: bool = False,
     causal: bool = False,
+    reach: int = -1,
     dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
@@ -57,27 +59,28 @@ def graph_attention(
     seed = torch.zeros((), dtype=torch.int64) if seed is None else seed
     tensors = [x.to(work) for x in (q, k, v, w, z)]
     run = _attention_op if q.device.type == "cpu" else _plain
-    return run(*tensors, *graphs, seed, scale, dropout, post, causal).to(q.dtype)
+    return run(*tensors, *graphs, seed, scale, dropout, post, causal, reach).to(q.dtype)
 
 
-def _plain(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal) -> Tensor:
+def _plain(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal, reach) -> Tensor:
     """Other devices: plain autograd. 1 + p - p.detach() is 1 and has the gradient of p."""
     if not mask.numel():
-        return _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post)
-    gate = w @ z.mT  # (B, H, n, m)
-    gate = 1 + gate - gate.detach()
+        return _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post, reach)
+    gate = (w @ z.mT).masked_fill(pinned(slice(0, q.shape[2]), slice(0, k.shape[2]), reach, q.device), 0)
+    gate = 1 + gate - gate.detach()  # (B, H, n, m)
     s = q @ k.mT * scale * (1 if post else gate)
     seen = unpack_mask(mask, s.shape)
     weights = torch.softmax(s.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0) * (gate if post else 1)
     if dropout:
         weights = weights * _dropped(weights, dropout, torch.Generator(q.device).manual_seed(int(seed)))
     out = weights @ v
-    return out + _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post) if indices.numel() else out
+    rest = (q, k, v, w, z, indptr, indices, seed, scale, dropout, post, reach)
+    return out + _plain_list(*rest) if indices.numel() else out
 
 
-def _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post) -> Tensor:
+def _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post, reach) -> Tensor:
     draw, edges = torch.Generator(q.device).manual_seed(int(seed)), EdgeList(indptr, indices, k.shape[2])
-    gate = edge_scores(w, z, edges, scale=1.0)  # (1, E)
+    gate = edge_scores(w, z, edges, scale=1.0) * _free(indptr, indices, reach)  # (1, E)
     gate = 1 + gate - gate.detach()
     keep = _dropped(gate, dropout, draw) if dropout else None
     if post:
@@ -88,6 +91,18 @@ def _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post) -> T
 def _dropped(like: Tensor, dropout: float, draw: torch.Generator) -> Tensor:
     """Factors 0 or 1 / (1 - dropout)."""
     return torch.empty_like(like).bernoulli_(1 - dropout, generator=draw).div_(1 - dropout)
+
+
+def pinned(rows: slice, keys: slice, reach: int, device: torch.device | None = None) -> Tensor:
+    """(rows, keys) bool: |i - j| ≤ reach."""
+    i, j = (torch.arange(x.start, x.stop, device=device) for x in (rows, keys))
+    return (i[:, None] - j).abs() <= reach
+
+
+def _free(indptr: Tensor, indices: Tensor, reach: int) -> Tensor:
+    """(E,) bool: edges that are not pinned."""
+    rows = torch.arange(indptr.shape[1] - 1, device=indptr.device).repeat(len(indptr))
+    return (rows.repeat_interleave(indptr.diff(dim=1).flatten()) - indices).abs() > reach
 
 
 # ---- blocks of a mask -----------------------------------------------------------------------------------------------
@@ -234,7 +249,7 @@ def _dense_forward(q, k, v, mask, seed, scale, dropout, causal) -> Tensor:
     return out
 
 
-def _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, post, causal, gated) -> tuple[Tensor, ...]:
+def _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, post, causal, reach, gated) -> tuple[Tensor, ...]:
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, w, z)]
     do, x, y, u, a, b = _flat(grad, q, k, v, w, z)
     dx, dy, du, da, db = _flat(*grads)
@@ -254,6 +269,8 @@ def _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, post, causa
         dx[t, rows] = torch.matmul(s, y[t, keys])
         dy[t, keys].baddbmm_(s.mT, x[t, rows])
         du[t, keys].baddbmm_(dp.mT, do[t, rows])
+        if gated and reach >= 0:
+            g.masked_fill_(pinned(rows, keys, reach), 0)
         if gated:
             da[t, rows] = torch.matmul(g, b[t, keys])
             db[t, keys].baddbmm_(g.mT, a[t, rows])
@@ -270,7 +287,9 @@ def _edge_keep(like: Tensor, indices: Tensor, seed: Tensor, dropout: float) -> T
     return _dropped(like.new_empty(1, len(indices)), dropout, torch.Generator().manual_seed(int(seed)))
 
 
-def _edge_backward(grad, q, k, v, w, z, indptr, indices, seed, scale, dropout, post, gated) -> tuple[Tensor, ...]:
+def _edge_backward(
+    grad, q, k, v, w, z, indptr, indices, seed, scale, dropout, post, reach, gated
+) -> tuple[Tensor, ...]:
     """Some graphs at a time: numbers per edge stay small, and their pages are used again."""
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, w, z)]
     keep = _edge_keep(q, indices, seed, dropout).numpy()  # (1, E)
@@ -285,6 +304,8 @@ def _edge_backward(grad, q, k, v, w, z, indptr, indices, seed, scale, dropout, p
         edge_backward(do, x, y, u, ptr, keys, gate, weight, by_key, scale, (dx, dy, du, dgate, dweight))
         if gated:
             dp = dgate if not post else dweight * kept if dropout else dweight  # (1, E)
+            if reach >= 0:
+                dp *= _free(torch.from_numpy(ptr), indices[e], reach).numpy()
             launch(sum_kernel, a.shape, dp, b, ptr, keys, da)
             launch(sum_kernel, b.shape, moved(dp, by_key[2]), a, *by_key[:2], db)
     return tuple(grads)
@@ -318,6 +339,7 @@ def _attention_op(
     dropout: float,
     post: bool,
     causal: bool,
+    reach: int,
 ) -> Tensor:
     parts = [_dense_forward(q, k, v, mask, seed, scale, dropout, causal)] if mask.numel() else []
     if indices.numel() or not parts:
@@ -342,24 +364,25 @@ def _backward_op(
     dropout: float,
     post: bool,
     causal: bool,
+    reach: int,
     gated: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`gated`: the gradient of p is wanted; without it dw and dz are 0."""
     tensors, settings, parts = (grad, q, k, v, w, z), (scale, dropout, post), []
     if mask.numel():
-        parts.append(_dense_backward(*tensors, mask, seed, *settings, causal, gated))
+        parts.append(_dense_backward(*tensors, mask, seed, *settings, causal, reach, gated))
     if indices.numel() or not parts:
-        parts.append(_edge_backward(*tensors, indptr, indices, seed, *settings, gated))
+        parts.append(_edge_backward(*tensors, indptr, indices, seed, *settings, reach, gated))
     return tuple(sum(grads[1:], grads[0]) for grads in zip(*parts, strict=True))
 
 
 @_attention_op.register_fake
-def _(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal):
+def _(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal, reach):
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 @_backward_op.register_fake
-def _(grad, q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal, gated):
+def _(grad, q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal, reach, gated):
     return tuple(x.new_empty(x.shape) for x in (q, k, v, w, z))
 
 
@@ -372,7 +395,7 @@ def _backward(ctx, grad):
     gated = any(ctx.needs_input_grad[3:5])
     grads = _backward_op(grad, *ctx.saved_tensors, *ctx.settings, gated)
     wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
-    return *wanted, *[None] * 8
+    return *wanted, *[None] * 9
 
 
 def _no_second_derivative(ctx, *grads):

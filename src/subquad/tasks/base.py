@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 
 from subquad.tasks import scores
 from subquad.tasks.recipe import Recipe
+from subquad.tasks.scores import IGNORED
 
 Example = dict[str, Tensor]  # input_ids (n,), labels (n,) or (), perhaps token_type_ids (n,)
-IGNORED = -100
 
 
 @dataclass(frozen=True)

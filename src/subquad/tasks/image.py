@@ -1,8 +1,8 @@
 """Pictures as sequences of pixels: the Image task of the Long Range Arena (Tay et al. 2021) on CIFAR-10, and MNIST.
 
 A picture is read row by row, one id 0 … 255 per value, and nothing says that it is flat: CIFAR-10 in gray has 1024
-positions (32 rows of 32), in colour 3072 (32 rows of 32 pixels of R, G, B), MNIST 784 (28 rows of 28). The grid
-can be handed to a mechanism that knows rows and columns: combiner-axial:cols=32. Guessing is right in 10 %.
+positions (32 rows of 32), in colour 3072 (32 rows of 32 pixels of R, G, B), MNIST 784 (28 rows of 28). The
+rows are handed to mechanisms on a grid (`cols`), such as combiner-axial. Guessing is right in 10 %.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ MNIST = Source(
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD = 1 + 3 * 32 * 32  # a label byte, then the R, G and B planes
 LUMA = (0.299, 0.587, 0.114)  # gray of R, G, B (ITU-R 601), as the Arena converts
+ROWS = {"cifar10": 32, "mnist": 28}
 POSITIONS = {("cifar10", "gray"): 1024, ("cifar10", "rgb"): 3072, ("mnist", "gray"): 784}
 
 Pictures = tuple[np.ndarray, np.ndarray]  # values uint8 (N, …), labels int64 (N,)
@@ -90,7 +91,7 @@ class Image(Task):
         return POSITIONS[r.source, r.colour]
 
     def vocabulary(self) -> dict[str, Any]:
-        return {"vocab_size": 256, "num_labels": 10}
+        return {"vocab_size": 256, "num_labels": 10, "cols": self.positions() // ROWS[self.recipe.source]}
 
     def encode(self, text: str) -> Example:
         """A picture written as its values, 0 to 255, row by row, separated by blanks."""

@@ -1,8 +1,9 @@
 """Are two dots joined by a dashed line? Pathfinder (Linsley et al. 2018), as in the Long Range Arena (Tay et al. 2021).
 
 A picture of two long dashed contours, short ones that distract, and two dots, read row by row, one id 0 … 255 per
-pixel. The dots are the ends of one contour (label 1) or of two different ones (label 0). Nothing in a part of the
-picture says which: the contour has to be followed. Guessing is right in 50 %.
+pixel; rows are handed to mechanisms on a grid (`cols`). The dots are the ends of one contour (label 1) or of two
+different ones (label 0). Nothing in a part of the picture says which: the contour has to be followed. Guessing is right
+in 50 %.
 
 Pictures are generated (`contours.py`: both classes alike in everything else, labels exact), half of each class, by
 seed. With `source=file` the official folders are read, such as pathfinder32/curv_contour_length_14 (6 dashes:
@@ -98,7 +99,7 @@ class Pathfinder(Task):
         return Splits(*parts)
 
     def vocabulary(self) -> dict[str, Any]:
-        return {"vocab_size": 256, "num_labels": 2}
+        return {"vocab_size": 256, "num_labels": 2, "cols": self.recipe.size}
 
     def answer(self, logits: Tensor) -> str:
         return CLASSES[int(logits.argmax(-1))]
