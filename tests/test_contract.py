@@ -42,6 +42,7 @@ VARIANTS = {
     "combiner-plan": [{"plan": eights}],
     "combiner-axial": [{}, {"plan": "horizontal", "cols": 5}, {"plan": "rowmajor", "abstraction": "deepsets-mean"}],
     "combiner-mixture": [{}, {"joint": True, "split": True}],
+    "sbm": [{}, {"ste": "difference", "window": 5}],
     "composite-slice": [
         {},
         {"slice_length": 8, "extension": 2.0, "positions": "ms-vipe", "max_length": 16384},

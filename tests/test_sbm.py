@@ -227,15 +227,49 @@ def test_values_and_gradients_of_eq_9(monkeypatch, path, options):
         assert x.abs().max() > 0
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_difference_is_what_an_edge_is_worth(causal):
+    """ste=difference against its words: the output with an edge minus the output without it, pair by pair."""
+    a, xs = make(ste="difference", causal=causal, exploration=0.0), inputs(9)
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[1, 5:] = False
+    out, mask = a(*xs, key_mask=real), a.last_mask()
+    assert a.last_path == "dense" and (mask.sum(-1) == 0).any() and (mask.sum(-1) == 1).any()
+    direction = torch.randn(out.shape, dtype=out.dtype)
+    q, k, v = (x.detach() for x in xs)
+    e = (q @ k.mT / math.sqrt(8)).exp()
+
+    def attend(m):
+        return (e * m) @ v / (e * m).sum(-1, keepdim=True).clamp_min(1e-300)
+
+    worth = torch.zeros(2, 2, 9, 9, dtype=torch.float64)
+    for i in range(9):
+        for j in range(i + 1 if causal else 9):
+            m = mask.double()
+            m[..., i, j] = 1
+            there = attend(m)
+            m[..., i, j] = 0
+            worth[..., i, j] = ((there - attend(m))[:, :, i] * direction[:, :, i]).sum(-1) * real[:, None, j]
+    clean = xs[1].masked_fill(~real[:, None, :, None], 0)
+    w, z = a.memberships(xs[0], clean)
+    expected = torch.autograd.grad((w @ z.mT * worth).sum(), list(a.parameters()))
+    for x, y in zip(torch.autograd.grad(out, list(a.parameters()), direction), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("path", ["edges", "dense"])
-@pytest.mark.parametrize("post", [False, True])
-def test_the_plain_path_of_other_devices_with_dropout(monkeypatch, path, post):
+@pytest.mark.parametrize("ste", ["pre", "post", "difference"])
+def test_the_plain_path_of_other_devices_with_dropout(monkeypatch, path, ste):
     monkeypatch.setattr(gated, "GROUP", 200)  # a group of two graphs, and two groups of one
     q, k, v = inputs(19)
     draw = torch.Generator().manual_seed(3)
     w, z = (torch.rand(2, 2, 19, 3, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
     drawn = sample(w / 3, z, torch.tensor(1), None, Rules(crossover=-1.0 if path == "dense" else 2.0))
-    arguments = (q, k, v, w, z, drawn.indptr, drawn.indices, drawn.mask, torch.tensor(5), 0.4, 0.3, post, False, 2)
+    arguments = (q, k, v, w, z, drawn.indptr, drawn.indices, drawn.mask, torch.tensor(5), 0.4, 0.3, ste, False, 2)
+    if (path, ste) == ("edges", "difference"):
+        with pytest.raises(NotImplementedError, match="its rows must come as a mask"):
+            gated._plain(*arguments)
+        return
     outs = [gated._attention_op(*arguments), gated._plain(*arguments)]
     torch.testing.assert_close(*outs)
     grads = [torch.autograd.grad(out.square().sum(), (q, k, v, w, z)) for out in outs]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention, Capabilities
 from subquad.attention.options import Options, option
 from subquad.kernels.edges import EdgeList
-from subquad.kernels.gated import graph_attention, pinned, unpack_mask
+from subquad.kernels.gated import credited, graph_attention, settled_to_zero, unpack_mask
 from subquad.supports.sampling import Rules, Sample, draw_seed, pinned_reach, sample, statistics
 
 # Density from which a dense block is faster than its edges. Measured at n = 4096, d = 64, k = 128, CPU seconds on one
@@ -44,7 +44,9 @@ class SbmOptions(Options):
     clusters: int = option(128, "number k of clusters of a head", ge=1)
     sampler: Literal["exact", "fastrg", "bernoulli"] = option("exact", "how graphs are drawn")
     exploration: float = option(0.01, "δ: in training every edge is added with this probability", ge=0, lt=1)
-    ste: Literal["pre", "post"] = option("pre", "gradient of the mask: before the softmax (eq. 9) or after it")
+    ste: Literal["pre", "post", "difference"] = option(
+        "pre", "gradient of p: eq. 9, after the softmax, or of all pairs"
+    )
     self_loops: bool = option(False, "every token attends to itself")
     window: int | None = option(None, "every token attends to so many neighbours, half to each side", ge=1)
 
@@ -107,8 +109,10 @@ class Sbm(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         w, z = self.memberships(q, k)
         seed = draw_seed(self.generator)
-        drawn = sample(w, z, seed, key_mask, self.rules(CROSSOVER))
+        credits_all = self.options.ste == "difference" and w.requires_grad and torch.is_grad_enabled()
+        drawn = sample(w, z, seed, key_mask, self.rules(-1 if credits_all else CROSSOVER))
         self._sample, self._memberships = drawn, (w, z, key_mask)
+        z = z * key_mask[:, None, :, None] if credits_all and key_mask is not None else z  # no credit for padding
         return graph_attention(
             q,
             k,
@@ -117,7 +121,7 @@ class Sbm(Attention):
             z,
             (drawn.indptr, drawn.indices, drawn.mask),
             scale=self.options.softmax_scale,
-            post=self.options.ste == "post",
+            ste=self.options.ste,
             causal=self.options.causal,
             reach=self.reach,
             dropout=self.drop,
@@ -125,16 +129,20 @@ class Sbm(Attention):
         )
 
     def define(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-        """1 + p - p.detach() is the mask on its edges, and hands its gradient to p."""
+        """1 + (p - p.detach()) is the mask on its edges, and hands its gradient to p."""
         w, z = self.memberships(q, k)
         seen = self.draw_mask(w, z, key_mask)  # (B, H, n, m)
-        p = (w @ z.mT).masked_fill(pinned(slice(0, q.shape[2]), slice(0, k.shape[2]), self.reach, q.device), 0)
-        gate = 1 + p - p.detach()
+        p = settled_to_zero(
+            w @ z.mT if key_mask is None else w @ (z * key_mask[:, None, :, None]).mT, self.options.causal, self.reach
+        )
+        gate = 1 + (p - p.detach())
         s = q.to(w.dtype) @ k.to(w.dtype).mT * self.options.softmax_scale
         s = s * gate if self.options.ste == "pre" else s
         top = s.detach().masked_fill(~seen, -torch.inf).amax(-1, keepdim=True).clamp_min(torch.finfo(s.dtype).min)
         e = (s - top).masked_fill(~seen, -torch.inf).exp()
         weights = e / e.sum(-1, keepdim=True).clamp_min(torch.finfo(s.dtype).tiny)
+        if self.options.ste == "difference":
+            return credited(weights, s, seen, p)
         return weights * gate if self.options.ste == "post" else weights
 
     def draw_mask(self, w: Tensor, z: Tensor, key_mask: Tensor | None) -> Tensor:

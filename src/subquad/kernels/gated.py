@@ -4,6 +4,9 @@
 
     pre    dL/dp_ij = dL/ds_ij · s_ij   where M_ij = 1, else 0   (SBM-Transformer eq. 9: M multiplies the scores)
     post   dL/dp_ij = dL/dA_ij · A_ij   where M_ij = 1, else 0   (M multiplies the weights)
+    difference   dL/dp_ij = g_i·(out_i with the edge - out_i without it), g = dL/dout, for every pair, drawn or not:
+                 to first order what the edge is worth. With r_ij = e^s_ij / Σ over edges of e^s:
+                 M_ij = 1: r / (1 - r) · g_i·(v_j - out_i);   M_ij = 0: r / (1 + r) · g_i·(v_j - out_i)
 
 Edges |i - j| ≤ reach are pinned: they are there whatever p is, so dL/dp_ij = 0 (reach = -1: none is).
 p itself is never needed: the forward pass uses M alone. Rows that come as a list run through the edge kernel, linear
@@ -29,6 +32,9 @@ from subquad.kernels.edge_ops import backward as edge_backward
 from subquad.kernels.edges import EdgeList, edge_attention, edge_scores
 
 BLOCK = 2**20  # pairs of a block: three float32 buffers of 4 MB
+MODES = ("pre", "post", "difference")
+PRE, POST, DIFFERENCE = range(3)
+REST = 1e-3  # `difference` takes 1 - A_ij no smaller: v_j - out has lost its digits by then
 GROUP = 2**21  # edges of the graphs that are differentiated together: buffers of 8 MB
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 _inline = numba.njit(fastmath=_FAST, error_model="numpy")
@@ -44,7 +50,7 @@ def graph_attention(
     graphs: tuple[Tensor, Tensor, Tensor],
     *,
     scale: float,
-    post: bool = False,
+    ste: str = "pre",
     causal: bool = False,
     reach: int = -1,
     dropout: float = 0.0,
@@ -53,37 +59,42 @@ def graph_attention(
     """q (B, H, n, d), k, v (B, H, m, d), w (B, H, n, c), z (B, H, m, c) → (B, H, n, d).
 
     `graphs`: indptr (B·H, n + 1), indices (E,) and mask (B·H·n·⌈m/8⌉,) uint8 or empty; a row has edges in one of them.
+    ste=difference needs all rows in the mask (a list does not hold pairs without an edge), and z = 0 at padded keys.
     Dropout follows the seed. First derivatives only. Half precision is computed in float32.
     """
     work = torch.promote_types(q.dtype, torch.float32)
     seed = torch.zeros((), dtype=torch.int64) if seed is None else seed
     tensors = [x.to(work) for x in (q, k, v, w, z)]
     run = _attention_op if q.device.type == "cpu" else _plain
-    return run(*tensors, *graphs, seed, scale, dropout, post, causal, reach).to(q.dtype)
+    return run(*tensors, *graphs, seed, scale, dropout, ste, causal, reach).to(q.dtype)
 
 
-def _plain(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal, reach) -> Tensor:
-    """Other devices: plain autograd. 1 + p - p.detach() is 1 and has the gradient of p."""
+def _plain(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, ste, causal, reach) -> Tensor:
+    """Other devices: plain autograd. 1 + (p - p.detach()) is 1 and has the gradient of p."""
     if not mask.numel():
-        return _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post, reach)
-    gate = (w @ z.mT).masked_fill(pinned(slice(0, q.shape[2]), slice(0, k.shape[2]), reach, q.device), 0)
-    gate = 1 + gate - gate.detach()  # (B, H, n, m)
-    s = q @ k.mT * scale * (1 if post else gate)
+        return _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, ste, reach)
+    p = settled_to_zero(w @ z.mT, causal, reach)  # (B, H, n, m)
+    gate = 1 + (p - p.detach())
+    s = q @ k.mT * scale * (gate if ste == "pre" else 1)
     seen = unpack_mask(mask, s.shape)
-    weights = torch.softmax(s.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0) * (gate if post else 1)
+    weights = torch.softmax(s.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0)
+    weights = weights * gate if ste == "post" else weights
+    weights = credited(weights, s, seen, p) if ste == "difference" else weights
     if dropout:
         weights = weights * _dropped(weights, dropout, torch.Generator(q.device).manual_seed(int(seed)))
     out = weights @ v
-    rest = (q, k, v, w, z, indptr, indices, seed, scale, dropout, post, reach)
+    rest = (q, k, v, w, z, indptr, indices, seed, scale, dropout, ste, reach)
     return out + _plain_list(*rest) if indices.numel() else out
 
 
-def _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, post, reach) -> Tensor:
+def _plain_list(q, k, v, w, z, indptr, indices, seed, scale, dropout, ste, reach) -> Tensor:
     draw, edges = torch.Generator(q.device).manual_seed(int(seed)), EdgeList(indptr, indices, k.shape[2])
     gate = edge_scores(w, z, edges, scale=1.0) * _free(indptr, indices, reach)  # (1, E)
-    gate = 1 + gate - gate.detach()
+    gate = 1 + (gate - gate.detach())
     keep = _dropped(gate, dropout, draw) if dropout else None
-    if post:
+    if ste == "difference" and gate.requires_grad:
+        raise NotImplementedError(_NEEDS_MASK)
+    if ste == "post":
         return edge_attention(q, k, v, edges, scale=scale, weight_gate=gate if keep is None else gate * keep)
     return edge_attention(q, k, v, edges, scale=scale, score_gate=gate, weight_gate=keep)
 
@@ -93,10 +104,32 @@ def _dropped(like: Tensor, dropout: float, draw: torch.Generator) -> Tensor:
     return torch.empty_like(like).bernoulli_(1 - dropout, generator=draw).div_(1 - dropout)
 
 
-def pinned(rows: slice, keys: slice, reach: int, device: torch.device | None = None) -> Tensor:
-    """(rows, keys) bool: |i - j| ≤ reach."""
-    i, j = (torch.arange(x.start, x.stop, device=device) for x in (rows, keys))
-    return (i[:, None] - j).abs() <= reach
+_NEEDS_MASK = "ste=difference looks at every pair: its rows must come as a mask"
+
+
+def credited(weights: Tensor, s: Tensor, seen: Tensor, p: Tensor) -> Tensor:
+    """`difference` in plain autograd: the weights by value, and a gradient for p on every pair."""
+    with torch.no_grad():
+        edge = s.masked_fill(~seen, -torch.inf)
+        top = edge.amax(-1, keepdim=True)  # -inf: the row has no edge, and any would be all it has
+        alone = seen & (seen.sum(-1, keepdim=True) == 1)  # without it nothing is left: out = 0
+        r = torch.where(top == -torch.inf, torch.inf, (s - edge.logsumexp(-1, keepdim=True)).exp())
+        c = torch.where(seen, r / (1 - r).clamp_min(REST), torch.where(r.isinf(), 1, r / (1 + r)))
+        c = torch.where(alone, 1, c)
+    x = c * (p - p.detach())
+    return weights + x - weights.detach() * x.masked_fill(alone, 0).sum(-1, keepdim=True)
+
+
+def settled_to_zero(x: Tensor, causal: bool, reach: int, first: int = 0) -> Tensor:
+    """x (…, rows, keys) with 0 where p has no say: pinned edges, and in causal later keys.
+    `first` is the first row.
+    """
+    if reach < 0 and not causal:
+        return x
+    i, j = (torch.arange(size, device=x.device) for size in x.shape[-2:])
+    distance = j - (i[:, None] + first)  # (rows, keys)
+    settled = (distance.abs() <= reach) | (distance > 0 if causal else distance.new_zeros((), dtype=torch.bool))
+    return x.masked_fill(settled, 0)
 
 
 def _free(indptr: Tensor, indices: Tensor, reach: int) -> Tensor:
@@ -147,7 +180,7 @@ def _softmax_row(row, edge, scale):
 
 
 @_inline
-def _backward_row(row, grad, edge, drop, scale, post, gate):
+def _backward_row(row, grad, edge, drop, scale, ste, gate):
     nothing = row.dtype.type(-np.inf)
     top, total, delta = nothing, row.dtype.type(0), row.dtype.type(0)
     for j in range(row.size):
@@ -156,7 +189,12 @@ def _backward_row(row, grad, edge, drop, scale, post, gate):
     for j in range(row.size):
         top = max(top, gate[j])
     if top == nothing:
-        row[:], grad[:], gate[:] = 0, 0, 0
+        for j in range(row.size):  # any edge would be all that the row has
+            gate[j] = grad[j] if ste == DIFFERENCE else row.dtype.type(0)
+        if ste == DIFFERENCE:
+            for j in range(drop.size):
+                gate[j] *= drop[j]
+        row[:], grad[:] = 0, 0
         return
     for j in range(row.size):
         gate[j] = exp(gate[j] - top)
@@ -167,14 +205,30 @@ def _backward_row(row, grad, edge, drop, scale, post, gate):
     for j in range(row.size):
         delta += gate[j] * grad[j]
     delta /= total
+    edges, one, rest = edge.sum(), row.dtype.type(1), row.dtype.type(REST)
     for j in range(row.size):
         a = gate[j] / total
         ds = a * (grad[j] - delta)
-        gate[j] = a * grad[j] if post else ds * row[j]
+        if ste == DIFFERENCE:
+            alone = edge[j] and edges == 1  # without it nothing is left: out = 0
+            gate[j] = grad[j] if alone else _worth(a, edge[j], row[j], top, total, one, rest) * (grad[j] - delta)
+        else:
+            gate[j] = a * grad[j] if ste == POST else ds * row[j]
         row[j] = ds * scale
         grad[j] = a
     for j in range(drop.size):
         grad[j] *= drop[j]
+
+
+@_inline
+def _worth(a, edge, s, top, total, one, rest):
+    """How far an edge moves the output along v_j - out: r / (1 - r) where it is there, r / (1 + r) where it is not."""
+    if edge:
+        return a / max(one - a, rest)
+    if s > top:
+        return one / (one + total * exp(top - s))
+    r = exp(s - top) / total
+    return r / (one + r)
 
 
 @_kernel
@@ -186,12 +240,12 @@ def _softmax(s, bits, scale):
 
 
 @_kernel
-def _softmax_backward(s, dp, bits, drop, scale, post, g):
+def _softmax_backward(s, dp, bits, drop, scale, ste, g):
     """q·k and dout·v become the weights of dq, dk (ds · scale) and of dv (A); g becomes the gradient of p."""
     for task in numba.prange(s.shape[0] * s.shape[1]):
         t, i = task // s.shape[1], task % s.shape[1]
         dropped = drop[t, i] if drop.size else s[t, i, :0]
-        _backward_row(s[t, i], dp[t, i], _unpacked(bits[t, i]), dropped, scale, post, g[t, i])
+        _backward_row(s[t, i], dp[t, i], _unpacked(bits[t, i]), dropped, scale, ste, g[t, i])
 
 
 def unpack_mask(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -249,7 +303,7 @@ def _dense_forward(q, k, v, mask, seed, scale, dropout, causal) -> Tensor:
     return out
 
 
-def _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, post, causal, reach, gated) -> tuple[Tensor, ...]:
+def _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, ste, causal, reach, gated) -> tuple[Tensor, ...]:
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, w, z)]
     do, x, y, u, a, b = _flat(grad, q, k, v, w, z)
     dx, dy, du, da, db = _flat(*grads)
@@ -265,13 +319,12 @@ def _dense_backward(grad, q, k, v, w, z, mask, seed, scale, dropout, post, causa
         drop = _dropped(s, dropout, draw) if dropout else s.new_empty(0, 0, 0)
         g = buffers[2][: s.numel()].view_as(s)
         arrays = (s.numpy(), dp.numpy(), bits[t, rows], drop.numpy())
-        _softmax_backward(*arrays, number(scale), post, g.numpy())
+        _softmax_backward(*arrays, number(scale), MODES.index(ste), g.numpy())
         dx[t, rows] = torch.matmul(s, y[t, keys])
         dy[t, keys].baddbmm_(s.mT, x[t, rows])
         du[t, keys].baddbmm_(dp.mT, do[t, rows])
-        if gated and reach >= 0:
-            g.masked_fill_(pinned(rows, keys, reach), 0)
         if gated:
+            g = settled_to_zero(g, causal and ste == "difference", reach, rows.start)
             da[t, rows] = torch.matmul(g, b[t, keys])
             db[t, keys].baddbmm_(g.mT, a[t, rows])
     return tuple(grads)
@@ -287,10 +340,10 @@ def _edge_keep(like: Tensor, indices: Tensor, seed: Tensor, dropout: float) -> T
     return _dropped(like.new_empty(1, len(indices)), dropout, torch.Generator().manual_seed(int(seed)))
 
 
-def _edge_backward(
-    grad, q, k, v, w, z, indptr, indices, seed, scale, dropout, post, reach, gated
-) -> tuple[Tensor, ...]:
+def _edge_backward(grad, q, k, v, w, z, indptr, indices, seed, scale, dropout, ste, reach, gated) -> tuple[Tensor, ...]:
     """Some graphs at a time: numbers per edge stay small, and their pages are used again."""
+    if gated and ste == "difference":
+        raise NotImplementedError(_NEEDS_MASK)
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, w, z)]
     keep = _edge_keep(q, indices, seed, dropout).numpy()  # (1, E)
     rows = [x.detach().flatten(0, 1).contiguous().numpy() for x in (grad, q, k, v, w, z, *grads)]
@@ -299,11 +352,11 @@ def _edge_backward(
         by_key = transpose(ptr, keys, k.shape[2])
         do, x, y, u, a, b, dx, dy, du, da, db = (array[t] for array in rows)
         none, ones, kept = x[0, :0, :0], np.ones((1, len(keys) * gated), x.dtype), keep[:, e]
-        gate, weight = (none, kept if dropout else ones) if post else (ones, kept)
+        gate, weight = (none, kept if dropout else ones) if ste == "post" else (ones, kept)
         dgate, dweight = np.empty_like(gate), np.empty_like(weight)
         edge_backward(do, x, y, u, ptr, keys, gate, weight, by_key, scale, (dx, dy, du, dgate, dweight))
         if gated:
-            dp = dgate if not post else dweight * kept if dropout else dweight  # (1, E)
+            dp = dgate if ste != "post" else dweight * kept if dropout else dweight  # (1, E)
             if reach >= 0:
                 dp *= _free(torch.from_numpy(ptr), indices[e], reach).numpy()
             launch(sum_kernel, a.shape, dp, b, ptr, keys, da)
@@ -337,7 +390,7 @@ def _attention_op(
     seed: Tensor,
     scale: float,
     dropout: float,
-    post: bool,
+    ste: str,
     causal: bool,
     reach: int,
 ) -> Tensor:
@@ -362,13 +415,13 @@ def _backward_op(
     seed: Tensor,
     scale: float,
     dropout: float,
-    post: bool,
+    ste: str,
     causal: bool,
     reach: int,
     gated: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`gated`: the gradient of p is wanted; without it dw and dz are 0."""
-    tensors, settings, parts = (grad, q, k, v, w, z), (scale, dropout, post), []
+    tensors, settings, parts = (grad, q, k, v, w, z), (scale, dropout, ste), []
     if mask.numel():
         parts.append(_dense_backward(*tensors, mask, seed, *settings, causal, reach, gated))
     if indices.numel() or not parts:
@@ -377,12 +430,12 @@ def _backward_op(
 
 
 @_attention_op.register_fake
-def _(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal, reach):
+def _(q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, ste, causal, reach):
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 @_backward_op.register_fake
-def _(grad, q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, post, causal, reach, gated):
+def _(grad, q, k, v, w, z, indptr, indices, mask, seed, scale, dropout, ste, causal, reach, gated):
     return tuple(x.new_empty(x.shape) for x in (q, k, v, w, z))
 
 
