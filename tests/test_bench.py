@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import subquad
-from subquad import bench
+from subquad import bench, memory
 from subquad.attention.base import Attention, Capabilities
 from subquad.bench import Setting, for_length, make_inputs, make_step, measure, peak_memory, report, steps, write
 
@@ -152,12 +152,12 @@ def test_memory_that_cannot_be_measured_is_an_error():
 
 
 def test_a_peak_is_counted_from_the_reset():
-    before = bench._reset_peak()
+    before = memory.reset_peak()
     block = torch.ones(2**22)  # 16 MiB
-    grown = bench._peak() - before
+    grown = memory.peak() - before
     del block
     assert grown >= 15 * 2**20
-    assert bench._reset_peak() < before + grown
+    assert memory.reset_peak() < before + grown
 
 
 def test_reports_are_json_with_the_circumstances(tmp_path):

@@ -86,10 +86,27 @@ def test_rotary_knows_distances_only():
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
 
 
-def test_own_positions_are_shared_by_all_layers():
-    model = SubquadModel(config(attention="composite-slice", positions="own", num_hidden_layers=3))
-    tables = {id(block.attention.attention.positions) for block in model.blocks}
-    assert len(tables) == 1 and model.embeddings.places is None
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head", HEADS)
+def test_own_positions_are_shared_by_all_layers_and_saved_once(tmp_path, head, tied):
+    own = {"attention": "composite-slice", "positions": "own"}
+    mixed = {"attention": ["composite-slice:positions=ms-vipe", "full"]}
+    model = HEADS[head](config(num_hidden_layers=3, tie_word_embeddings=tied, **(own if tied else mixed)))
+    model.save_pretrained(tmp_path)
+    again = HEADS[head].from_pretrained(tmp_path)
+    for each in (model, again):
+        layers = [block.attention.attention for block in each.encoder.blocks]
+        tables = [layer.positions for layer in layers if getattr(layer, "positions", None) is not None]
+        assert len(tables) == (3 if tied else 2)
+        assert all(x is y for table in tables for x, y in zip(table.parameters(), tables[0].parameters(), strict=True))
+    for (name, one), (_, other) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_spec_does_not_say_causal():
+    for cls, word in ((SubquadForCausalLM, "false"), (SubquadForSequenceClassification, "true")):
+        with pytest.raises(ValueError, match="causal is the model's to say"):
+            cls(config(attention=f"full:causal={word}"))
 
 
 @pytest.mark.parametrize("spec", ["full", "combiner-fixed", "combiner-axial", "combiner-tree", "strided", "axial"])

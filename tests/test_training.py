@@ -55,9 +55,8 @@ def test_a_run_and_what_it_leaves(tmp_path):
     out = tmp_path / "run"
     assert result == json.loads((out / "result.json").read_text())
     assert result["steps"] == 6 and result["best_step"] in (2, 4, 6) and 0 <= result["test"]["accuracy"] <= 1
-    assert len(losses(out)) == 6 and all(
-        record["tokens_per_second"] > 0 for record in log.read(out) if "loss" in record
-    )
+    records = [record for record in log.read(out) if "loss" in record]
+    assert len(records) == 6 and all(record["tokens_per_second"] > 0 and record["memory"] > 0 for record in records)
     assert [record["step"] for record in log.read(out) if "valid" in record] == [2, 4, 6]
     assert any((out / "tensorboard").iterdir())
     best = max(
@@ -139,6 +138,58 @@ def test_damaged_checkpoints_are_put_aside(tmp_path):
     (older / "trainer_state.json").unlink()
     good, complaints = checkpoints.newest_good(tmp_path)
     assert good is None and "trainer_state.json is missing" in complaints[0]
+
+
+def test_every_file_of_a_checkpoint_is_looked_at_and_the_best_one_too(tmp_path):
+    train(tiny(tmp_path, "rate=1e-9"))  # nothing is learned: the first checkpoint stays the best
+    newest, best = checkpoints.all_checkpoints(tmp_path)
+    assert (checkpoints.step_of(newest), checkpoints.step_of(best)) == (6, 2)
+    for name, content in (("rng_state.pth", None), ("trainer_state.json", "{}"), ("optimizer.pt", None)):
+        path = newest / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2] if content is None else content.encode())
+        assert checkpoints.damage(newest) is not None, name
+        path.write_bytes(whole)
+    (best / "model.safetensors").write_bytes(b"torn")
+    (tmp_path / "result.json").unlink()
+    result = train(tiny(tmp_path, "rate=1e-9"), resume=True)
+    assert (best.parent / "damaged-2").exists() and result["steps"] == 6 and result["best_step"] is None
+
+
+def test_killed_during_the_test_trains_no_further(tmp_path):
+    whole = train(tiny(tmp_path))
+    before = losses(tmp_path)
+    (tmp_path / "result.json").unlink()
+    again = train(tiny(tmp_path), resume=True)
+    assert losses(tmp_path) == before and [again[key] for key in ("steps", "best_step", "test", "valid")] == [
+        whole[key] for key in ("steps", "best_step", "test", "valid")
+    ]
+
+
+def test_overwriting_deletes_the_run_alone_and_only_if_the_new_one_can_work(tmp_path):
+    train(tiny(tmp_path))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="batch must be a multiple"):
+        train(tiny(tmp_path, "accumulate=3"), overwrite=True)
+    assert (tmp_path / "result.json").exists()
+    assert train(tiny(tmp_path, "steps=2"), overwrite=True)["steps"] == 2
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(ValueError, match="--out must be a folder"):
+        train(tiny(tmp_path / "file"))
+
+
+def test_a_setting_that_an_older_run_did_not_have_was_at_its_default(tmp_path):
+    result = train(tiny(tmp_path))
+    about = json.loads((tmp_path / "run.json").read_text())
+    del about["settings"]["initial"]
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    assert train(tiny(tmp_path), resume=True) == result
+    with pytest.raises(ValueError, match=r"initial was 0.02 .* and is 0.1 now"):
+        train(tiny(tmp_path, "initial=0.1"), resume=True)
+    (tmp_path / "run.json").write_text('{"task":')
+    with pytest.raises(ValueError, match=r"run\.json is damaged"):
+        train(tiny(tmp_path), resume=True)
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
@@ -236,6 +287,14 @@ def test_comparisons(tmp_path):
     changed = Comparison("needle", ["full"], tmp_path, settings=(*TINY, "steps=3", "evaluate=2"))
     with pytest.raises(ValueError, match="holds a comparison with steps=2, not 3"):
         prepare(changed, overwrite=False)
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    prepare(changed, overwrite=True)
+    assert (tmp_path / "full" / "notes.txt").exists() and not (tmp_path / "full" / "seed0").exists()
+    assert not (tmp_path / "longformer_window=4").exists()
+    with pytest.raises(ValueError, match="batch must be a multiple"):
+        check(Comparison("needle", ["full"], tmp_path, settings=(*TINY, "accumulate=3")))
+    with pytest.raises(FileNotFoundError, match="not found"):
+        check(Comparison("text", ["full"], tmp_path, data=tmp_path / "nowhere"))
 
 
 def test_predicting_and_generating(tmp_path):

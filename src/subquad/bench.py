@@ -15,7 +15,6 @@ FLOPs     counted, not timed: 2 per multiply-add of the matrix products and of o
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import subquad.kernels.flops  # noqa: F401  (teaches the counter our kernels)
+from subquad import memory
 from subquad.attention.base import Attention
 from subquad.attention.options import split_spec
 from subquad.attention.registry import attention, mechanism
@@ -300,34 +300,9 @@ def _child() -> None:
     make_step(spec, level, min(n, 64), small, make_inputs(level, min(n, 64), small))()
     step = make_step(spec, level, n, setting, make_inputs(level, n, setting))
     gc.collect()
-    before = _reset_peak()
+    before = memory.reset_peak()
     step()
-    print(max(0, _peak() - before))
-
-
-def _reset_peak() -> int:
-    """The resident bytes now, from which the peak is counted anew."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory that the allocator keeps would hide growth
-        Path("/proc/self/clear_refs").write_text("5")
-    except (
-        OSError,
-        AttributeError,
-    ):  # not Linux: the peak counts from the start of the process, a lower bound
-        pass
-    return _peak()
-
-
-def _peak() -> int:
-    """The highest resident bytes since the reset."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    except (OSError, IndexError):
-        import resource  # not on Windows
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else 1024 * most
+    print(max(0, memory.peak() - before))
 
 
 # ---- keeping results ---------------------------------------------------------------------------------------

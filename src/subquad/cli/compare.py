@@ -78,6 +78,9 @@ def show(result: dict[str, Any]) -> None:
     console = out()
     console.print(f"[bold]{result['task']}[/bold], recipe {result['recipe']}, length {result['settings']['length']:,}")
     console.print(table(result["rows"]))
+    reference = result["rows"][0].get("reference")
+    if reference and reference.split(":")[0] != "full":
+        console.print(f"time/step relative to {reference}")
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

@@ -24,6 +24,8 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, help="Of the drawing.")] = 0,
 ) -> None:
     """Draw pictures from a trained density model, value by value: minutes for one of 32 × 32."""
+    if png.suffix.lower() != ".png" or not png.parent.is_dir():
+        raise typer.BadParameter(f"--out must be a .png file in a folder that exists, not {png}")
     quiet()
     import numpy as np
     from matplotlib.image import imsave

@@ -50,10 +50,16 @@ def predict(
     """Ask a trained model: an answer per line."""
     if text is not None and file is not None:
         raise typer.BadParameter("give a text or --file, not both")
-    lines = [text] if text is not None else (sys.stdin if file is None else file.open()).read().splitlines()
     quiet()
+    from subquad.tasks.files import read_lines
     from subquad.training import use
 
+    if text is not None:
+        lines = iter([text])
+    elif file is not None:
+        lines = (line for _, line in read_lines(file))
+    else:
+        lines = (line.rstrip("\r\n") for line in sys.stdin)
     for answer in use.predict(*use.load(model), lines):
         print(answer, flush=True)
 

@@ -124,9 +124,16 @@ def feedforward(config: SubquadConfig) -> nn.Sequential:
     return layers
 
 
-def share_positions(blocks: nn.ModuleList) -> None:
-    """MS-VIPE is one for a whole model: all layers take the first layer's tables."""
-    owners = [block.attention.attention for block in blocks]
-    owners = [owner for owner in owners if getattr(owner, "positions", None) is not None]
-    for other in owners[1:]:
-        other.share_positions(owners[0])
+def share_positions(blocks: nn.ModuleList) -> dict[str, str]:
+    """MS-VIPE is one for a whole model: all layers take the first layer's tables. Returns which names mean the same
+    table, {name: first name}, for saving and loading.
+    """
+    layers = [(index, block.attention.attention) for index, block in enumerate(blocks)]
+    layers = [(index, layer) for index, layer in layers if getattr(layer, "positions", None) is not None]
+    same = {}
+    for index, layer in layers[1:]:
+        layer.share_positions(layers[0][1])
+        for name, _ in layer.positions.named_parameters():
+            mine, first = (f"blocks.{i}.attention.attention.positions.{name}" for i in (index, layers[0][0]))
+            same[mine] = first
+    return same

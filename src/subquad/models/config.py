@@ -93,6 +93,10 @@ class SubquadConfig(PreTrainedConfig):
         name, given = split_spec(spec)
         known = mechanism(name).Options.__dataclass_fields__
         level = mechanism(name).capabilities.level
+        if "causal" in given:  # a causal model must not see the future, whatever a spec says
+            raise ValueError(
+                f"attention={spec!r}: causal is the model's to say ({str(causal).lower()} here): leave it out"
+            )
         options: dict[str, Any] = {"causal": causal, "max_length": self.max_position_embeddings}
         options.update(settled_sizes(known, given, self.max_position_embeddings))
         if self.attention_dropout:

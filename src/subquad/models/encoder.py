@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
     config_class = SubquadConfig
     base_model_prefix = "encoder"
     supports_gradient_checkpointing = True
+    shared_tables: Mapping[str, str] = MappingProxyType({})  # of the layers of this model, see `share_positions`
     _supports_sdpa = True  # the mechanisms choose their own kernels; the flag is transformers' way of asking
 
     # Modules initialise themselves when they are made (a mechanism knows best how), and loading makes them for real,
@@ -37,6 +40,13 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     def _move_missing_keys_from_meta_to_device(self, *args: Any, **kwargs: Any) -> None:
         return None
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Names of one and the same tensor. transformers looks at them only where word embeddings are tied; the tables
+        of MS-VIPE are shared in any case.
+        """
+        found = super().get_expanded_tied_weights_keys(all_submodels)
+        return found if all_submodels else {**found, **self.shared_tables}
 
     def density(self) -> Tensor | None:
         """Sampled edges / possible edges, (layers, heads), of the SBM layers in the last call; None without any."""
@@ -60,7 +70,7 @@ class SubquadModel(SubquadPreTrainedModel):
         causal = config.is_decoder
         self.embeddings = Embeddings(config)
         self.blocks = nn.ModuleList(Block(config, index, causal=causal) for index in range(config.num_hidden_layers))
-        share_positions(self.blocks)
+        self._tied_weights_keys = self.shared_tables = share_positions(self.blocks)
         last = config.norm == "pre"  # a post-norm block ends normalised
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if last else nn.Identity()
         self.gradient_checkpointing = False

@@ -48,10 +48,11 @@ class Decoder(SubquadPreTrainedModel):
         super().__init__(config)
         self.embeddings = Embeddings(config)
         self.blocks = nn.ModuleList(DecoderBlock(config, index) for index in range(config.num_hidden_layers))
-        share_positions(self.blocks)
+        self._tied_weights_keys = self.shared_tables = share_positions(self.blocks)
         last = config.norm == "pre"
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if last else nn.Identity()
         self.gradient_checkpointing = False
+        self.post_init()
 
     def forward(self, ids: Tensor, mask: Tensor | None, states: Tensor, states_mask: Tensor | None) -> Tensor:
         longest = self.config.max_position_embeddings

@@ -4,7 +4,7 @@ Every query has the same expected number of edges at every length, so the edges 
 length runs in a process of its own, on one thread:
 
 time      CPU seconds of a step, forward and backward, sampling included; the best of some
-memory    how far the peak of the process rises over inputs and a small step: output, gradients, edges, workspace
+memory    how far the peak of the process rises over its inputs: output, gradients, edges, workspace
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any, cast
 
 import torch
 
+from subquad import memory
 from subquad.attention.registry import attention
 from subquad.attention.sbm import Sbm
 
@@ -48,11 +48,11 @@ def step_cost(n: int, degree: float, heads: int = 8, head_dim: int = 64, repeats
     def step(tokens: int) -> float:
         set_density(layer, min(0.9, degree / tokens))
         xs = [torch.randn(1, heads, tokens, head_dim, requires_grad=True) for _ in range(3)]
-        before, start = _peak(), time.process_time()
+        before, start = memory.reset_peak(), time.process_time()
         layer(*xs).sum().backward()
         layer.zero_grad()
         spent.append(time.process_time() - start)
-        return _peak() - before
+        return memory.peak() - before
 
     spent: list[float] = []
     step(512)  # loads what is loaded once
@@ -61,12 +61,6 @@ def step_cost(n: int, degree: float, heads: int = 8, head_dim: int = 64, repeats
         step(n)
     edges = layer.last_statistics["edges"]
     return {"n": n, "edges": edges, "seconds": min(spent[1:]), "bytes": grown, "path": layer.last_path}
-
-
-def _peak() -> int:
-    """The most that this process has held so far, in bytes."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
 
 
 def run(lengths: Sequence[int] = LENGTHS, degree: float = 64, repeats: int = 3) -> list[dict[str, Any]]:

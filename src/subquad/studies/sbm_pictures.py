@@ -162,7 +162,8 @@ def train_small(
     torch.manual_seed(seed)
     config = SubquadConfig(
         vocab_size=length, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=length, positions="none", attention="sbm:clusters=32",
+        max_position_embeddings=length, positions="none", initializer_range=0.2,
+        attention="sbm:clusters=32,ste=difference",
     )  # fmt: skip
     model, batches = SubquadForTokenClassification(config), sequences(batch, length, steps, seed)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)

@@ -107,6 +107,7 @@ class Task:
             "positions": r.positions,
             "norm": r.norm,
             "pooling": r.pooling,
+            "initializer_range": r.initial,
             "dropout": r.dropout,
             "attention_dropout": r.attention_dropout,
             "tie_word_embeddings": r.tied,

@@ -165,7 +165,10 @@ def evaluate(ids: list[int], where: str) -> int:
 
 def read(path: Path, longest: int) -> list[tuple[np.ndarray, int]]:
     """(ids, value) of every row of an official file; a label that is not the value is an error."""
-    return list(_rows(path, longest))
+    rows = list(_rows(path, longest))
+    if not rows:
+        raise ValueError(f"{path} holds no expressions")
+    return rows
 
 
 def _rows(path: Path, longest: int) -> Iterator[tuple[np.ndarray, int]]:

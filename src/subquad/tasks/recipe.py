@@ -24,6 +24,7 @@ class Recipe(Checked):
     pooling: Literal["mean", "cls"] = option("mean", "how a sequence becomes one vector")
     dropout: float = option(0.0, "dropout of the model", ge=0, lt=1)
     attention_dropout: float = option(0.0, "dropout of the attention weights", ge=0, lt=1)
+    initial: float = option(0.02, "standard deviation of the embeddings and of the head at the start", gt=0)
     tied: bool = option(True, "output embeddings are the input embeddings")
     density: float = option(0.0, "λ of the density loss of SBM layers", ge=0)
     checkpointing: bool = option(False, "recompute activations in the backward pass, to save memory")

@@ -3,6 +3,8 @@
 A sequence holds n tokens drawn uniformly from n; the label of a token is 1 if it occurs again somewhere. Every token
 has to be held against every other: sparse attention must learn to be full. `paper` is table 7, column SYNTHETIC
 (one layer, one head, width 32, 2000 steps: its «epochs» are steps), with fresh sequences at every step.
+Embeddings start at 0.2, as 32 dimensions ask for: at 0.02, which suits wide models, full attention is at 80 % where it
+is at 99 % now.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ class RepeatedTokens(Task):
     head = "token"
     recipes = {  # noqa: RUF012
         "small": Recipe(
-            length=64, width=32, layers=1, heads=1, feedforward=32, positions="none", steps=600, batch=64, rate=3e-3,
-            decay=0.0, warmup=20, evaluate=100, eval_size=256,
+            length=64, width=32, layers=1, heads=1, feedforward=32, positions="none", initial=0.2, steps=600, batch=64,
+            rate=3e-3, decay=0.0, warmup=20, evaluate=100, eval_size=256,
         ),
         "paper": Recipe(
-            length=256, width=32, layers=1, heads=1, feedforward=32, positions="none", steps=2000, batch=256, rate=1e-3,
-            decay=0.0, schedule="constant", evaluate=100, eval_size=1024,
+            length=256, width=32, layers=1, heads=1, feedforward=32, positions="none", initial=0.2, steps=2000,
+            batch=256, rate=1e-3, decay=0.0, schedule="constant", evaluate=100, eval_size=1024,
         ),
     }  # fmt: skip
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,11 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from subquad import memory
 from subquad.cli.console import err
 from subquad.training import log
 
-
-def peak_memory() -> int:
-    """Bytes: the largest resident size of this process so far."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+UNTOLD = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")  # transformers' times
 
 
 class Recorder(TrainerCallback):
@@ -46,16 +41,15 @@ class Recorder(TrainerCallback):
             speed = {"step_seconds": each, "tokens_per_second": self.tokens / each if each else 0.0}
             names = ("loss", "learning_rate", "grad_norm")
             record = {"step": state.global_step, **{key: logs[key] for key in names if key in logs}, **speed}
-            record["memory"] = max(peak_memory() - self.base, 0)
+            record["memory"] = max(memory.peak() - self.base, 0)
             density = getattr(model, "module", model).density() if model is not None else None
             if density is not None:
                 record["density"] = density.tolist()  # (layers, heads)
             log.append(self.run, record)
             self.seconds, self.steps = 0.0, 0
         elif any(key.startswith("eval_") for key in logs):
-            hidden = ("runtime", "samples_per_second", "steps_per_second")
             valid = {key[5:]: value for key, value in logs.items() if key.startswith("eval_")}
-            valid = {key: value for key, value in valid.items() if key not in hidden}
+            valid = {key: value for key, value in valid.items() if key not in UNTOLD}
             log.append(self.run, {"step": state.global_step, "valid": valid})
 
 

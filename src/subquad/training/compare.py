@@ -6,9 +6,9 @@ finished ones are kept, interrupted ones resumed. `comparison.json` holds the ta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -20,7 +20,8 @@ from typing import Any
 from subquad.attention.options import split_spec
 from subquad.tasks import task as make_task
 from subquad.training import log
-from subquad.training.run import check_attention, slug, versions
+from subquad.training.run import Run, check_attention, make_arguments, slug, versions, was
+from subquad.training.run import clear as clear_run
 
 SUITES = {"lra": ("listops", "text", "retrieval", "image", "pathfinder")}
 
@@ -63,28 +64,49 @@ def split_list(text: str) -> list[str]:
 
 
 def check(comparison: Comparison) -> None:
-    """Every attention is made once in small before anything is trained: what cannot work is refused now."""
+    """What cannot work is refused before anything is trained or deleted: every attention is made once in small, the
+    data are read.
+    """
     task = make_task(comparison.task, comparison.recipe, comparison.settings, comparison.data)
     for attention in comparison.attentions:
         check_attention(task, attention.split("|"))
+        make_arguments(Run(task, attention.split("|"), comparison.out))
+    task.load()
 
 
 def prepare(comparison: Comparison, *, overwrite: bool) -> None:
     """The folder; a comparison goes on only as what it was (attentions and seeds may be added)."""
     path, wanted = comparison.out / "comparison.json", comparison.described()
+    if comparison.out.exists() and not comparison.out.is_dir():
+        raise ValueError(f"--out must be a folder, and {comparison.out} is a file")
     if path.exists() and overwrite:
-        shutil.rmtree(comparison.out)
+        clear(comparison.out)
     if path.exists():
-        before = json.loads(path.read_text())
-        flat = [{**x["settings"], "task": x["task"], "recipe": x["recipe"]} for x in (before, wanted)]
+        before = log.read_json(path)
+        recipe = make_task(comparison.task, comparison.recipe, comparison.settings).recipe
+        flat = [{"task": x["task"], "recipe": x["recipe"]} for x in (before, wanted)]
+        for key, value in wanted["settings"].items():
+            flat[0][key], flat[1][key] = was(before["settings"], key, recipe), value
         for key in flat[1]:
-            if flat[0].get(key) != flat[1][key]:
+            if flat[0][key] != flat[1][key]:
                 raise ValueError(
-                    f"{comparison.out} holds a comparison with {key}={flat[0].get(key)!r}, not {flat[1][key]!r}: "
+                    f"{comparison.out} holds a comparison with {key}={flat[0][key]!r}, not {flat[1][key]!r}: "
                     "--overwrite deletes it, --out names another folder"
                 )
     comparison.out.mkdir(parents=True, exist_ok=True)
     write(comparison)
+
+
+def clear(out: Path) -> None:
+    """Delete what a comparison writes, its runs included, and nothing else that lies in the folder."""
+    for run in out.glob("*/seed*"):
+        if (run / "run.json").exists():
+            clear_run(run)
+            for folder in (run, run.parent):
+                with contextlib.suppress(OSError):  # not empty: something of the user's
+                    folder.rmdir()
+    for name in ("comparison.json", "report.html"):
+        (out / name).unlink(missing_ok=True)
 
 
 def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -142,6 +164,7 @@ def rows(comparison: Comparison) -> list[dict[str, Any]]:
     names = [split_spec(each["attention"])[0] for each in found]
     reference = found[names.index("full")] if "full" in names else found[0]
     for each in found:
+        each["reference"] = reference["attention"]  # what relative times are relative to
         times = each["step_seconds"], reference["step_seconds"]
         each["relative_time"] = None if None in times else times[0] / times[1]
     return found
@@ -149,9 +172,7 @@ def rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 def row(comparison: Comparison, attention: str) -> dict[str, Any]:
     folders = [comparison.folder(attention, seed) for seed in range(comparison.seeds)]
-    results = [
-        json.loads((folder / "result.json").read_text()) for folder in folders if (folder / "result.json").exists()
-    ]
+    results = [log.read_json(folder / "result.json") for folder in folders if (folder / "result.json").exists()]
     errors = [(folder / "error.txt").read_text() for folder in folders if (folder / "error.txt").exists()]
     base = {"attention": attention, "runs": [str(folder) for folder in folders], "error": errors[0] if errors else None}
     empty = dict.fromkeys(("metric", "larger_is_better", "mean", "sd", "step_seconds", "memory", "parameters",

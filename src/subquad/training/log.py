@@ -33,6 +33,17 @@ def append(run: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """One of the JSON files of a run."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): get it back, or start anew with --overwrite") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: an object is expected, not {found!r:.40}")
+    return found
+
+
 def write_atomically(path: Path, text: str) -> None:
     """The old content or the new one, never half of it."""
     part = path.with_name(f".{path.name}.{os.getpid()}")

@@ -27,14 +27,17 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, set_seed
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments, set_seed
 from transformers.integrations import TensorBoardCallback
 
 import subquad
+from subquad import memory
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks.base import Task
 from subquad.training import checkpoints, log
-from subquad.training.callbacks import Bar, Recorder, Stopper, peak_memory
+from subquad.training.callbacks import UNTOLD, Bar, Recorder, Stopper
 from subquad.training.connections import connections
 
 
@@ -86,7 +89,7 @@ def train(run: Run, *, resume: bool = False, overwrite: bool = False) -> dict[st
     try:
         return _train(run, resume=resume, overwrite=overwrite)
     except Exception as error:
-        if main_process() and run.out.exists() and not isinstance(error, Interrupted):
+        if main_process() and run.out.is_dir() and not isinstance(error, Interrupted):
             (run.out / "error.txt").write_text(" ".join(str(error).split()) or type(error).__name__)
         raise
 
@@ -97,15 +100,19 @@ def _train(run: Run, *, resume: bool, overwrite: bool) -> dict[str, Any]:
     if resume and (run.out / "result.json").exists():
         return finished(run)
     set_seed(run.seed)
-    splits = run.task.load()  # before the folder is made: data that is not there leaves nothing behind
+    arguments = make_arguments(run)
+    splits = run.task.load()  # before the folder is made: what cannot work leaves nothing behind, and deletes nothing
     opened = [open_folder(run, resume=resume, overwrite=overwrite) if state.is_main_process else None]
     checkpoint = broadcast_object_list(opened)[0]
-    base_memory = peak_memory()
+    base_memory = memory.reset_peak()  # the program and the data
     model = make_model(run)
     stopper = Stopper()
-    trainer = make_trainer(run, model, splits, stopper, base_memory)
-    with stopper:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer = make_trainer(run, arguments, model, splits, stopper, base_memory)
+    if checkpoint is not None and checkpoints.step_of(checkpoint) >= run.task.recipe.steps:
+        take_best(trainer, model, checkpoint)  # killed during the test: nothing is left to train
+    else:
+        with stopper:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if stopper.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; --resume goes on")
     test = trainer.evaluate(splits.test, metric_key_prefix="test")
@@ -117,22 +124,34 @@ def _train(run: Run, *, resume: bool, overwrite: bool) -> dict[str, Any]:
     return result
 
 
+def take_best(trainer: Trainer, model: Any, checkpoint: Path) -> None:
+    """The end of a training that was finished before: its history, and the weights of its best checkpoint."""
+    trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    best = checkpoint.with_name(f"checkpoint-{trainer.state.best_global_step}")
+    model.load_state_dict(load_file((best if best.exists() else checkpoint) / "model.safetensors"), strict=False)
+    model.tie_weights()
+
+
 def finished(run: Run) -> dict[str, Any]:
     """The result of a run that came to its end before."""
-    _same(json.loads((run.out / "run.json").read_text()), run.described(), run.out)
-    return json.loads((run.out / "result.json").read_text())
+    _same(log.read_json(run.out / "run.json"), run)
+    return log.read_json(run.out / "result.json")
 
 
 def open_folder(run: Run, *, resume: bool, overwrite: bool) -> Path | None:
     """Prepare the run's folder, in the first process; the checkpoint to go on from, None for a start from scratch."""
     path, wanted = run.out / "run.json", run.described()
+    if run.out.exists() and not run.out.is_dir():
+        raise ValueError(f"--out must be a folder, and {run.out} is a file")
     if path.exists() and overwrite:
-        shutil.rmtree(run.out)
+        clear(run.out)
+    elif resume and not path.exists():
+        print(f"--resume: {run.out} holds no run yet, this one starts from scratch", file=sys.stderr)
     elif path.exists() and not resume:
         raise ValueError(f"{run.out} holds a run already: --resume goes on with it, --overwrite starts it anew")
     checkpoint = None
     if path.exists() and not overwrite:
-        _same(json.loads(path.read_text()), wanted, run.out)
+        _same(log.read_json(path), run)
         checkpoint, complaints = checkpoints.newest_good(run.out)
         for complaint in complaints:
             print(f"warning: {complaint}", file=sys.stderr)
@@ -144,16 +163,32 @@ def open_folder(run: Run, *, resume: bool, overwrite: bool) -> Path | None:
     return checkpoint
 
 
-def _same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+def clear(out: Path) -> None:
+    """Delete what a run writes, and nothing else that lies in the folder."""
+    for name in (checkpoints.FOLDER, "tensorboard", "model", ".model"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("run.json", log.FILE, "result.json", "error.txt"):
+        (out / name).unlink(missing_ok=True)
+
+
+def _same(before: dict[str, Any], run: Run) -> None:
     """A run goes on only as what it was."""
-    flat = [
-        {**x["settings"], **{key: x[key] for key in ("task", "attention", "recipe", "seed")}} for x in (before, now)
-    ]
-    for key in flat[1]:
-        if flat[0].get(key) != flat[1][key]:
-            raise ValueError(
-                f"--resume: {key} was {flat[0].get(key)!r} in {out} and is {flat[1][key]!r} now; take another --out"
-            )
+    now = run.described()
+    for key in ("task", "attention", "recipe", "seed"):
+        _compare(key, before.get(key), now[key], run.out)
+    for key, value in now["settings"].items():
+        _compare(key, was(before["settings"], key, run.task.recipe), value, run.out)
+
+
+def was(settings: dict[str, Any], key: str, recipe: Any) -> Any:
+    """A setting of an older run; one that did not exist then had its default."""
+    value = settings.get(key, getattr(type(recipe), key, None))
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _compare(key: str, before: Any, now: Any, out: Path) -> None:
+    if before != (list(now) if isinstance(now, tuple) else now):
+        raise ValueError(f"--resume: {key} was {before!r} in {out} and is {now!r} now; take another --out")
 
 
 def make_model(run: Run) -> Any:
@@ -165,9 +200,8 @@ def make_model(run: Run) -> Any:
     return model
 
 
-def make_trainer(run: Run, model: Any, splits: Any, stopper: Stopper, base_memory: int) -> Trainer:
+def make_trainer(run: Run, arguments: Any, model: Any, splits: Any, stopper: Stopper, base_memory: int) -> Trainer:
     task, r = run.task, run.task.recipe
-    arguments = make_arguments(run)
     tokens = r.batch * r.length
     bar = Bar(run.title, task.metric, run.out)
     callbacks = [Recorder(run.out, tokens, base_memory), stopper, bar]
@@ -242,23 +276,27 @@ class SafeTrainer(Trainer):
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         try:
             super()._save_checkpoint(model, trial)
-        except checkpoints.UNREADABLE as error:
+        except (
+            OSError,
+            SafetensorError,
+            RuntimeError,
+        ) as error:  # torch and safetensors have their words for a full disk
             shutil.rmtree(folder, ignore_errors=True)
             raise OSError(
-                f"{folder.name} could not be written ({error}); what was saved before is kept: make room, then --resume"
+                f"{folder.name} could not be written ({error}); what was saved before is kept: is the disk full? "
+                "--resume goes on"
             ) from error
 
 
 def summary(run: Run, model: Any, trainer: Trainer, test: dict[str, float]) -> dict[str, Any]:
     """What came out, for people and for the comparison."""
-    hidden = ("runtime", "samples_per_second", "steps_per_second")
     records = [record for record in log.read(run.out) if "loss" in record]
     density = model.density()
     return {
         **run.described(),
         "metric": run.task.metric,
         "larger_is_better": run.task.larger_is_better,
-        "test": {key[5:]: value for key, value in test.items() if key.startswith("test_") and key[5:] not in hidden},
+        "test": {key[5:]: value for key, value in test.items() if key.startswith("test_") and key[5:] not in UNTOLD},
         "valid": trainer.state.best_metric,
         "best_step": trainer.state.best_global_step,
         "steps": trainer.state.global_step,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import set_seed
 from subquad.models import HEADS
 from subquad.tasks import task_class
 from subquad.tasks.base import Task
+from subquad.training import log
 from subquad.training.checkpoints import UNREADABLE
 
 
@@ -21,7 +21,10 @@ def load(folder: Path, data: Path | None = None) -> tuple[Any, Task]:
     folder = folder / "model" if (folder / "model" / "task.json").exists() else folder
     if not (folder / "task.json").exists():
         raise FileNotFoundError(f"{folder} holds no model that subquad trained (no task.json, no model/task.json)")
-    about = json.loads((folder / "task.json").read_text())
+    about = log.read_json(folder / "task.json")
+    missing = {"task", "recipe", "settings", "seed"} - set(about)
+    if missing:
+        raise ValueError(f"{folder / 'task.json'} is damaged: it does not say {sorted(missing)[0]}")
     cls = task_class(about["task"])
     settings = {key: tuple(x) if isinstance(x, list) else x for key, x in about["settings"].items()}
     task = cls(type(cls.recipes[about["recipe"]])(**settings), data, about["seed"])
@@ -67,7 +70,9 @@ def generate(model: Any, task: Task, prompt: str, tokens: int, temperature: floa
     with torch.no_grad():
         for _ in range(tokens):
             logits = model(ids[:, -longest:]).logits[:, -1].float()  # (1, V)
-            token = logits.argmax(-1, keepdim=True) if temperature == 0 else sample(logits / temperature)
+            token = (
+                logits.argmax(-1, keepdim=True) if temperature == 0 else sample((logits - logits.max()) / temperature)
+            )
             ids = torch.cat([ids, token], 1)
             if token.item() in ends:
                 break
