@@ -63,7 +63,7 @@ def test_analyze_all():
 def test_prove():
     text = run("prove", "strided", "--w", "2", "--n", "4", "--d", "1", "--delta", "0.5")
     assert text.count("✓") == 7 and "the network equals the function" in text and "d_2 = " in text
-    found = json.loads(run("prove", "fixed:w=2", "--n", "3", "--json"))
+    found = json.loads(run("prove", "fixed:w=2", "--n", "3", "--json", code=1))
     assert found["holds"] is False and found["breaks"].startswith("Property 7.2")
     assert json.loads(run("prove", "full", "--n", "3", "--causal", "--function", "cummax", "--json"))["holds"]
 

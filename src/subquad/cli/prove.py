@@ -31,7 +31,10 @@ def prove(
     sets: Sets = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Build the network of the proof from the pattern's sets and verify every stage on every sequence of the grid."""
+    """Build the network of the proof from the pattern's sets and verify every stage on every sequence of the grid.
+
+    Exit code 1 where a stage does not hold.
+    """
     from subquad.theory import proof
 
     source, _ = source_of(*read_arguments(spec, context.args), sets)
@@ -50,7 +53,7 @@ def prove(
             "softmax": rows,
         }
         print(json.dumps(answer, indent=2, ensure_ascii=False))
-        return
+        raise typer.Exit(0 if result.holds else 1)
     console = out()
     for line in str(result).splitlines():
         style = {"✓": "green", "✗": "red"}.get(line[0], "")
@@ -64,6 +67,7 @@ def prove(
             else f"t = {row.t:8.1f}   error of an id {row.context_error:9.2e} δ   d_2 = {row.d_p:.2e}"
         )
         console.print(text, soft_wrap=True)
+    raise typer.Exit(0 if result.holds else 1)
 
 
 def _soften(result: Any) -> list[Any]:

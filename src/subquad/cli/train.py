@@ -17,7 +17,12 @@ Data = Annotated[
     Path | None,
     typer.Option("--data", help="Directory of data sets; else $SUBQUAD_DATA, else ./data.", show_default=False),
 ]
-Recipe = Annotated[str, typer.Option(help="small: means something in minutes on a laptop; paper: the paper's numbers.")]
+Recipe = Annotated[
+    str,
+    typer.Option(
+        help="small: means something in minutes on a laptop; paper: the paper's numbers; some tasks have more."
+    ),
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -95,8 +100,12 @@ def show(result: dict[str, Any], folder: Path) -> None:
     console = out()
     numbers = "  ".join(f"{key} {value:.4f}" for key, value in result["test"].items())
     console.print(f"[bold]test[/bold]  {numbers}", soft_wrap=True)
+    best = (
+        f"best of {result['steps']} steps: {result['best_step']} (valid {result['metric']} {result['valid'] or 0:.4f})"
+    )
+    best = f"after {result['steps']} steps" if result["best_step"] is None else best
     console.print(
-        f"best of {result['steps']} steps: {result['best_step']} (valid {result['metric']} {result['valid']:.4f}), "
+        f"{best}, "
         f"{result['parameters']:,} parameters, {1e3 * result['step_seconds']:.0f} ms/step, "
         f"{result['memory'] / 2**20:,.0f} MiB",
         soft_wrap=True,
@@ -124,5 +133,7 @@ def tasks(
         for title in ("key", *recipes, "what it is"):
             table.add_column(title)
         for field in fields(type(next(iter(recipes.values())))):
-            table.add_row(field.name, *(str(getattr(each, field.name)) for each in recipes.values()), field.help)
+            choices = f" ({field.allowed()})" if field.allowed().startswith("one of") else ""
+            numbers = (str(getattr(each, field.name)) for each in recipes.values())
+            table.add_row(field.name, *numbers, field.help + choices)
     out().print(table)

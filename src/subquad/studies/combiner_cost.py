@@ -14,9 +14,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch.utils.flop_counter import FlopCounterMode
 
 import subquad.kernels.flops  # noqa: F401  (teaches the counter our kernels)
@@ -142,7 +143,12 @@ def draw(rows: Sequence[Row], path: Path | str) -> Path:
     return path
 
 
-def show(causal: bool = True, heads: int = 2, longest: int = 65536, png: str = "combiner-cost.png") -> None:
+def show(
+    causal: Annotated[bool, typer.Option(help="Causal attention, or both ways.")] = True,
+    heads: Annotated[int, typer.Option(help="Heads of 64, one sequence.")] = 2,
+    longest: Annotated[int, typer.Option(help="Lengths from 1024 up to here.")] = 65536,
+    png: Annotated[str, typer.Option(help="Where the plot goes.")] = "combiner-cost.png",
+) -> None:
     """Operations and memory of every Combiner plan over n, against the declared exponent: a table and a plot."""
     if heads < 1 or longest < 2 * LENGTHS[0]:
         raise ValueError(f"heads must be ≥ 1 and longest ≥ {2 * LENGTHS[0]}, not heads={heads}, longest={longest}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from subquad.tasks.contours import picture
 
@@ -34,7 +36,10 @@ def draw_sheet(path: Path | str, kinds: Sequence[tuple[int, int, int]] = KINDS, 
     return path
 
 
-def show(png: str = "pathfinder.png", seed: int = 0) -> None:
+def show(
+    png: Annotated[str, typer.Option(help="Where the sheet goes.")] = "pathfinder.png",
+    seed: Annotated[int, typer.Option(min=0, help="Of the pictures.")] = 0,
+) -> None:
     """Pictures of the task pathfinder, joined and not, of several sizes, on one sheet."""
     print(f"drawn: {draw_sheet(png, seed=seed)}")
 

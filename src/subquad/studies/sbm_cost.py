@@ -17,9 +17,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+import typer
 
 from subquad import memory
 from subquad.attention.registry import attention
@@ -108,7 +109,12 @@ def draw_cost(records: Sequence[dict[str, Any]], path: Path | str) -> Path:
     return path
 
 
-def show(png: Path = Path("sbm-cost.png"), degree: float = 64, longest: int = LENGTHS[-1], repeats: int = 3) -> None:
+def show(
+    png: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("sbm-cost.png"),
+    degree: Annotated[float, typer.Option(min=1, help="Expected edges of a query.")] = 64,
+    longest: Annotated[int, typer.Option(min=2 * LENGTHS[0], help="Lengths from 1024 up to here.")] = LENGTHS[-1],
+    repeats: Annotated[int, typer.Option(min=1, help="Steps of which the fastest counts.")] = 3,
+) -> None:
     """Time and memory of SBM attention at a constant number of edges per query: a table and a plot."""
     records = run([n for n in LENGTHS if n <= longest], degree, repeats)
     print(f"{'n':>7} {'edges':>10} {'seconds':>9} {'ns/edge':>8} {'MiB':>7} {'B/edge':>7} path")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -214,7 +216,12 @@ def draw_trained(model: nn.Module, path: Path, length: int = 32, seed: int = 1) 
     return path, float(right)
 
 
-def show(png: Path = Path("sbm-trained.png"), steps: int = 1000, penalty: float = 0.02, seed: int = 0) -> None:
+def show(
+    png: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("sbm-trained.png"),
+    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 1000,
+    penalty: Annotated[float, typer.Option(min=0, help="λ of the density loss, in the second half.")] = 0.02,
+    seed: Annotated[int, typer.Option(min=0, help="Of the model and the data.")] = 0,
+) -> None:
     """Train a small encoder with SBM attention and draw the masks and densities of its heads."""
     path, accuracy = draw_trained(train_small(steps=steps, penalty=penalty, seed=seed), png)
     print(f"accuracy {accuracy:.3f}\ndrawn: {path}")

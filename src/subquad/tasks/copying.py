@@ -27,8 +27,8 @@ class CopyingRecipe(Recipe):
 
 
 SMALL = CopyingRecipe(
-    length=64, symbols=16, width=64, layers=2, heads=4, feedforward=128, steps=1500, batch=64, rate=2e-3, warmup=50,
-    evaluate=150, train_size=50_000, eval_size=256,
+    length=64, symbols=16, width=64, layers=2, heads=4, feedforward=128, initial=0.125, steps=1500, batch=64, rate=2e-3,
+    warmup=50, evaluate=150, train_size=50_000, eval_size=256,
 )  # fmt: skip
 PAPER = CopyingRecipe(
     length=256, symbols=128, width=256, layers=4, heads=4, feedforward=512, steps=500_000, batch=1024, rate=1e-4,

@@ -72,7 +72,8 @@ class ListOps(Task):
             return self._read()
         if r.max_length - 1 > r.length or r.min_length + 2 > r.max_length:
             raise ValueError(
-                f"listops: expressions of {r.min_length + 1} to {r.max_length - 1} tokens do not fit length={r.length}"
+                f"listops: min_length={r.min_length} and max_length={r.max_length} ask for expressions of "
+                f"{r.min_length + 1} to {r.max_length - 1} tokens, and length={r.length} is the longest that fits"
             )
         sizes = (r.train_size or 96_000, r.eval_size or 2000, r.eval_size or 2000)
         return Splits(*(Made(self.make, size, (self.seed, part)) for part, size in enumerate(sizes)))

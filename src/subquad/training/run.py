@@ -74,6 +74,8 @@ class Run:
 def check_attention(task: Task, specs: list[str]) -> None:
     """Refuse an attention that cannot do the task, before anything is loaded or written."""
     r, directions = task.recipe, (False, True) if task.head == "seq2seq" else (HEADS[task.head].causal,)
+    if r.width % r.heads:
+        raise ValueError(f"width must be a multiple of heads={r.heads}, not {r.width}")
     config = SubquadConfig(
         hidden_size=r.width, num_hidden_layers=r.layers, num_attention_heads=r.heads, positions=r.positions,
         max_position_embeddings=r.length, attention=specs, attention_dropout=r.attention_dropout,
