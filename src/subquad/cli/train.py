@@ -53,14 +53,12 @@ def train(
     """
     specs = split_attention(attention)
     run = make_run(task, specs, recipe, settings, seed, folder, data)
-    from subquad.training.run import Interrupted, main_process
+    from subquad.training.run import main_process
     from subquad.training.run import train as start
 
-    try:
-        result = start(run, resume=resume, overwrite=overwrite)
-    except Interrupted as stop:
-        err().print(str(stop), soft_wrap=True)
-        raise typer.Exit(130) from None
+    if resume and not (run.out / "run.json").exists() and main_process():
+        err().print(f"--resume: {run.out} holds no run yet, this one starts from scratch", soft_wrap=True)
+    result = start(run, resume=resume, overwrite=overwrite)
     if main_process():
         show(result, run.out)
 

@@ -121,15 +121,13 @@ def credited(weights: Tensor, s: Tensor, seen: Tensor, p: Tensor) -> Tensor:
 
 
 def settled_to_zero(x: Tensor, causal: bool, reach: int, first: int = 0) -> Tensor:
-    """x (…, rows, keys) with 0 where p has no say: pinned edges, and in causal later keys.
-    `first` is the first row.
-    """
+    """x (…, rows, keys) with 0 where p has no say: pinned edges, and in causal later keys. `first` is the first row."""
     if reach < 0 and not causal:
         return x
     i, j = (torch.arange(size, device=x.device) for size in x.shape[-2:])
     distance = j - (i[:, None] + first)  # (rows, keys)
-    settled = (distance.abs() <= reach) | (distance > 0 if causal else distance.new_zeros((), dtype=torch.bool))
-    return x.masked_fill(settled, 0)
+    settled = distance.abs() <= reach
+    return x.masked_fill(settled | (distance > 0) if causal else settled, 0)
 
 
 def _free(indptr: Tensor, indices: Tensor, reach: int) -> Tensor:

@@ -134,7 +134,8 @@ def run_one(comparison: Comparison, attention: str, seed: int) -> int:
     """One training in its own process; its exit code. Progress passes through."""
     folder = comparison.folder(attention, seed)
     command = [sys.executable, "-m", "subquad", "train", comparison.task, "--attention", attention]
-    command += ["--recipe", comparison.recipe, "--seed", str(seed), "--out", str(folder), "--resume"]
+    command += ["--recipe", comparison.recipe, "--seed", str(seed), "--out", str(folder)]
+    command += ["--resume"] if (folder / "run.json").exists() else []
     for setting in comparison.settings:
         command += ["--set", setting]
     if comparison.data is not None:

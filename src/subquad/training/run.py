@@ -34,6 +34,7 @@ from transformers.integrations import TensorBoardCallback
 
 import subquad
 from subquad import memory
+from subquad.cli.console import err
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks.base import Task
 from subquad.training import checkpoints, log
@@ -41,7 +42,7 @@ from subquad.training.callbacks import UNTOLD, Bar, Recorder, Stopper
 from subquad.training.connections import connections
 
 
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     """Training was stopped by a signal; a checkpoint holds the state."""
 
 
@@ -91,7 +92,7 @@ def train(run: Run, *, resume: bool = False, overwrite: bool = False) -> dict[st
     try:
         return _train(run, resume=resume, overwrite=overwrite)
     except Exception as error:
-        if main_process() and run.out.is_dir() and not isinstance(error, Interrupted):
+        if main_process() and run.out.is_dir():
             (run.out / "error.txt").write_text(" ".join(str(error).split()) or type(error).__name__)
         raise
 
@@ -116,7 +117,12 @@ def _train(run: Run, *, resume: bool, overwrite: bool) -> dict[str, Any]:
         with stopper:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if stopper.stopped and trainer.state.global_step < trainer.state.max_steps:
-        raise Interrupted(f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; --resume goes on")
+        where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; --resume goes on"
+        if state.is_main_process:
+            err().print(
+                where, soft_wrap=True
+            )  # the command line turns a KeyboardInterrupt into exit code 130, silently
+        raise Interrupted(where)
     test = trainer.evaluate(splits.test, metric_key_prefix="test")
     test.update({f"test_{key}": value for key, value in run.task.finish(model, splits.test).items()})
     result = summary(run, model, trainer, test)
@@ -147,8 +153,6 @@ def open_folder(run: Run, *, resume: bool, overwrite: bool) -> Path | None:
         raise ValueError(f"--out must be a folder, and {run.out} is a file")
     if path.exists() and overwrite:
         clear(run.out)
-    elif resume and not path.exists():
-        print(f"--resume: {run.out} holds no run yet, this one starts from scratch", file=sys.stderr)
     elif path.exists() and not resume:
         raise ValueError(f"{run.out} holds a run already: --resume goes on with it, --overwrite starts it anew")
     checkpoint = None
