@@ -34,7 +34,7 @@ def accuracies(out: Path, steps: int, depths: tuple[int, ...], patterns: tuple[s
 
 def show(
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("out/copying"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 800,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 1000,
     depth: Annotated[int, typer.Option(min=1, help="Most layers.")] = 3,
 ) -> None:
     """Accuracy on the copying task for 1, 2, … layers of full, STRIDED and FIXED attention (table 1 of Yun et al.)."""
