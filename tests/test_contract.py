@@ -58,6 +58,7 @@ SAME_FOR_EVERY_OPTION = {
     "no_state_between_calls",
     "grows_as_declared",
     "bad_input_is_refused",
+    "dropout_is_fair",
 }
 
 

@@ -132,7 +132,7 @@ def fast_equals_dense(case: Case) -> None:
     for dtype, tolerance in TOLERANCE.items():
         module = case.make(dtype)
         for n in LENGTHS if dtype == torch.float64 else (9, 33):
-            for name, mask in {"no": None, **(case.masks(n) if n < 65 else {})}.items():
+            for name, mask in {"no": None, **(case.masks(n) if n in (2, 9, 33) else {})}.items():
                 xs = [x.requires_grad_() for x in case.inputs(n, dtype)]
                 fast, slow = case.run(module, xs, mask), case.dense(module, xs, mask)
                 what = f"n={n}, {name} padding, {dtype}"
