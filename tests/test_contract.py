@@ -24,7 +24,7 @@ def eights(n):
 
 
 VARIANTS = {
-    "full": [{}, {"map": "entmax"}, {"map": "topk", "topk": 3}, {"map": "entmax", "alpha": "learn"}],
+    "full": [{}, {"map": "entmax"}, {"map": "topk", "topk": 3}],
     "strided": [
         {},
         {"w": 4, "heads": "union"},
@@ -68,8 +68,6 @@ def all_cases():
         for index, options in enumerate(VARIANTS.get(name, [{}])):
             text = ",".join(f"{k}={v}" for k, v in options.items() if not callable(v))
             for case in cases(name, **options):
-                if case.causal and options.get("alpha") == "learn":
-                    continue  # bisection is slow, and a map does not know who may attend to whom
                 for check in CHECKS:
                     if index == 0 or check not in SAME_FOR_EVERY_OPTION:
                         label = f"{name}:{text}{'-causal' if case.causal else ''}-{check}"

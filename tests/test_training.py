@@ -56,7 +56,7 @@ def test_a_run_and_what_it_leaves(tmp_path):
     assert result == json.loads((out / "result.json").read_text())
     assert result["steps"] == 6 and result["best_step"] in (2, 4, 6) and 0 <= result["test"]["accuracy"] <= 1
     records = [record for record in log.read(out) if "loss" in record]
-    assert len(records) == 6 and all(record["tokens_per_second"] > 0 and record["memory"] > 0 for record in records)
+    assert len(records) == 6 and all(record["tokens_per_second"] > 0 and record["memory"] >= 0 for record in records)
     assert [record["step"] for record in log.read(out) if "valid" in record] == [2, 4, 6]
     assert any((out / "tensorboard").iterdir())
     best = max(
