@@ -33,7 +33,7 @@ from subquad.kernels.edges import EdgeList, edge_attention, edge_scores
 
 BLOCK = 2**20  # pairs of a block: three float32 buffers of 4 MB
 MODES = ("pre", "post", "difference")
-PRE, POST, DIFFERENCE = range(3)
+POST, DIFFERENCE = 1, 2  # places in MODES: what the loops are told
 REST = 1e-3  # `difference` takes 1 - A_ij no smaller: v_j - out has lost its digits by then
 GROUP = 2**21  # edges of the graphs that are differentiated together: buffers of 8 MB
 _FAST = {"reassoc", "contract", "arcp", "nsz"}

@@ -9,6 +9,8 @@ from zipfile import is_zipfile
 import torch
 from safetensors import SafetensorError, safe_open
 
+from subquad.training.log import write_atomically
+
 FOLDER = "checkpoints"
 UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, SafetensorError)
 
@@ -71,5 +73,5 @@ def check_best(newest: Path) -> list[str]:
     if wrong is None:
         return []
     state.update(best_metric=None, best_global_step=None, best_model_checkpoint=None)
-    path.write_text(json.dumps(state, indent=2))
+    write_atomically(path, json.dumps(state, indent=2))
     return [f"{put_aside(best, wrong)}; it was the best one, the best from step {step_of(newest)} on is taken"]
