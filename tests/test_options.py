@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import subquad
-from subquad.attention.options import split_spec
+from subquad.core.options import split_spec
 
 
 def make(spec="strided", **options):

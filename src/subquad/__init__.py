@@ -1,8 +1,8 @@
 """subquad: full attention at sub-quadratic cost, for PyTorch."""
 
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.options import Options, option
 from subquad.attention.registry import attention, available, register, unregister
+from subquad.core.options import Options, option
 from subquad.layers import MultiheadAttention
 
 __version__ = "0.1.0"

@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import subquad.kernels.flops  # noqa: F401  (teaches the counter our kernels)
-from subquad import memory
 from subquad.attention.base import Attention
-from subquad.attention.options import split_spec
 from subquad.attention.registry import attention, mechanism
+from subquad.core import memory
+from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention
 
 FULL = "full"  # what everything is measured against

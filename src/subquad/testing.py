@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import subquad.kernels.flops  # noqa: F401  (teaches the counter our kernels)
 from subquad.attention.base import Attention
-from subquad.attention.options import split_spec
 from subquad.attention.registry import attention, mechanism
+from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention, Projections
 
 LENGTHS = (1, 2, 7, 8, 9, 31, 33, 65)  # 1, 2, b-1, b, b+1, a prime, 2^k ± 1

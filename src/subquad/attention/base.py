@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.options import Options as BaseOptions
+from subquad.core.options import Options as BaseOptions
 
 
 @dataclass(frozen=True)

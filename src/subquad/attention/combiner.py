@@ -30,7 +30,7 @@ from torch import Tensor
 
 from subquad.abstraction import Abstraction
 from subquad.attention.base import Attention
-from subquad.attention.options import Options, option
+from subquad.core.options import Options, option
 from subquad.probability import probability_map
 from subquad.supports.partitions import POOLED, Group, Partition
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from subquad.abstraction import anyone, others, pooled, prefixes
 from subquad.attention.combiner import Combiner, CombinerOptions
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.kernels.blocks import FAR, Part, diagonal, part, plan
 from subquad.kernels.merge import merge_attention
 from subquad.supports.partitions import AxialHorizontal, AxialRowmajor, AxialVertical, Partition, root

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from subquad.attention.combiner import Combiner, CombinerOptions
 from subquad.attention.combiner_tree import tree_attention
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.supports.partitions import Fixed, Partition
 
 

@@ -32,7 +32,7 @@ from subquad.attention.combiner_fixed import CombinerFixed
 from subquad.attention.combiner_logsparse import CombinerLogsparse
 from subquad.attention.combiner_routing import CombinerRouting
 from subquad.attention.combiner_tree import CombinerTree
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.kernels.mixture import mixture_merge
 from subquad.supports.partitions import Partition
 

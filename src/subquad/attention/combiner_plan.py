@@ -25,7 +25,7 @@ from torch import Tensor
 
 from subquad.abstraction import pooled
 from subquad.attention.combiner import Combiner, CombinerOptions
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.kernels.constants import constant
 from subquad.kernels.edges import EdgeList, edge_attention
 from subquad.supports.partitions import POOLED, Group, IndexSets, Partition

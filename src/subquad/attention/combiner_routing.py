@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.attention.combiner import Combiner, CombinerOptions, Terms
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.kernels.clusters import cluster_attention, cluster_prefix
 from subquad.supports.partitions import Partition, Routing, root
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from subquad.abstraction import anyone, pooled, spans
 from subquad.attention.combiner import Combiner, CombinerOptions
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.kernels.blocks import CHUNKS, Part, diagonal, plan, rows_to_keys
 from subquad.kernels.merge import merge_attention
 from subquad.supports.partitions import Partition, Tree, default_span

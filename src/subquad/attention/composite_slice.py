@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Capabilities
 from subquad.attention.composite_slice_definition import Definition
-from subquad.attention.options import Options, option
+from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.slices import add_by_slice, local_plan, slices
 from subquad.layers import Projections

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.options import Options, option
+from subquad.core.options import Options, option
 from subquad.probability import ProbabilityMap, probability_map
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Capabilities
 from subquad.attention.full import MapOptions, masked_map, sdpa
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.kernels.blocks import plan, unplan
 from subquad.kernels.constants import constant
 from subquad.kernels.edges import EdgeList, edge_attention, edge_map, edge_scores, edge_sum

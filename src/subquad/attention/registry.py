@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from subquad.attention.base import Attention
-from subquad.attention.options import make, parse, split_spec
-from subquad.names import look_up
+from subquad.core.names import look_up
+from subquad.core.options import make, parse, split_spec
 
 _MECHANISMS: dict[str, str | type[Attention]] = {
     "full": "subquad.attention.full:Full",

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.options import Options, option
+from subquad.core.options import Options, option
 from subquad.kernels.edges import EdgeList
 from subquad.kernels.gated import credited, graph_attention, settled_to_zero, unpack_mask
 from subquad.supports.sampling import Rules, Sample, draw_seed, pinned_reach, sample, statistics

@@ -16,7 +16,7 @@ from subquad.cli.plot import LONGEST, Causal, Spec
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
-    from subquad.attention.options import Options
+    from subquad.core.options import Options
 
 
 def add_to(app: typer.Typer) -> None:
@@ -66,7 +66,7 @@ def _explain(cls: type[Attention], options: Options | None, console: Console) ->
 
 def _options(cls: type[Attention], options: Options | None) -> Table:
     """Own options first, then those that every mechanism has; a value that is not the default stands out."""
-    from subquad.attention.options import Options, fields
+    from subquad.core.options import Options, fields
 
     shared = {field.name for field in fields(Options)}
     table = Table(box=None, header_style="bold", pad_edge=False)

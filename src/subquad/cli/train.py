@@ -125,7 +125,7 @@ def tasks(
             cls = task_class(each)
             table.add_row(each, cls.title, cls.head, cls.metric, "to get" if cls.needs_data else "generated")
     else:
-        from subquad.attention.options import fields
+        from subquad.core.options import fields
 
         recipes = task_class(name).recipes
         for title in ("key", *recipes, "what it is"):

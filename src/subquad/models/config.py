@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from subquad.attention.options import split_spec
 from subquad.attention.registry import attention, mechanism
+from subquad.core.options import split_spec
 from subquad.supports.partitions import default_span, root
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "own", "none")

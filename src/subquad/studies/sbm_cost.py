@@ -22,9 +22,9 @@ from typing import Annotated, Any, cast
 import torch
 import typer
 
-from subquad import memory
 from subquad.attention.registry import attention
 from subquad.attention.sbm import Sbm
+from subquad.core import memory
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 

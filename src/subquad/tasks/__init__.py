@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from subquad.names import look_up, unknown
+from subquad.core.names import look_up, unknown
 
 if TYPE_CHECKING:
     from subquad.tasks.base import Task

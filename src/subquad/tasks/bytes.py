@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks.base import Example
 from subquad.tasks.cache import mapped, pieces
 from subquad.tasks.files import OPENERS, Source, members

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks import scores
 from subquad.tasks.base import Splits, Task
 from subquad.tasks.datasets import Examples, divided

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks import scores, subwords
 from subquad.tasks.base import Example, Splits, Task
 from subquad.tasks.files import Source, decoded, members

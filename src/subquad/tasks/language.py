@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks.base import Splits, Task
 from subquad.tasks.datasets import Windows
 from subquad.tasks.recipe import Recipe

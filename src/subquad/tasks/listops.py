@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks.base import Example, Splits, Task
 from subquad.tasks.datasets import Examples, Made
 from subquad.tasks.files import Source, read_lines

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks.base import IGNORED, Example, Splits, Task
 from subquad.tasks.datasets import Made
 from subquad.tasks.recipe import Recipe

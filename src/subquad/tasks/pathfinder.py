@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks.base import Example, Splits, Task
 from subquad.tasks.contours import picture
 from subquad.tasks.datasets import Examples

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from subquad.attention.options import Checked, make, option, parse
+from subquad.core.options import Checked, make, option, parse
 
 
 @dataclass(frozen=True, kw_only=True)

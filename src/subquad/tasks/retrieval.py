@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks.base import Example, Splits, Task, collate
 from subquad.tasks.files import Source, members, opened
 from subquad.tasks.recipe import Recipe

@@ -16,8 +16,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
+from subquad.core.files import write_atomically
 from subquad.tasks.cache import cache_directory
-from subquad.training.log import write_atomically
 
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # their ids are 0 … 4
 FILE = "tokenizer.json"

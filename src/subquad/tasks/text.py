@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks.base import Example, Splits, Task
 from subquad.tasks.datasets import Examples, divided
 from subquad.tasks.files import Source, members

@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks import subwords
 from subquad.tasks.base import Example, Splits, Task
 from subquad.tasks.datasets import Examples

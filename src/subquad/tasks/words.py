@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.attention.options import option
+from subquad.core.options import option
 from subquad.tasks.base import Example
 from subquad.tasks.files import Source, decoded, members, read_lines
 from subquad.tasks.language import Language, LanguageRecipe, Texts

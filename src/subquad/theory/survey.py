@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from subquad.attention.options import fields
 from subquad.attention.registry import available, mechanism
 from subquad.bench import for_length
+from subquad.core.options import fields
 from subquad.supports.patterns import Pattern
 from subquad.theory.assumptions import Verdict, check
 from subquad.theory.counting import connections, growth, slope, sparsity

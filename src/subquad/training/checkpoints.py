@@ -9,7 +9,7 @@ from zipfile import is_zipfile
 import torch
 from safetensors import SafetensorError, safe_open
 
-from subquad.training.log import write_atomically
+from subquad.core.files import write_atomically
 
 FOLDER = "checkpoints"
 UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, SafetensorError)

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from subquad.attention.options import split_spec
+from subquad.core.files import write_atomically
+from subquad.core.options import split_spec
 from subquad.tasks import task as make_task
 from subquad.training import log
 from subquad.training.run import Run, check_attention, make_arguments, slug, versions, was
@@ -155,7 +156,7 @@ def write(comparison: Comparison) -> dict[str, Any]:
     about: dict[str, Any] = {"command": shlex.join(comparison.command), "versions": versions()}
     about["data"] = None if comparison.data is None else str(comparison.data)
     whole = {**comparison.described(), **about, "seeds": comparison.seeds, "rows": rows(comparison)}
-    log.write_atomically(comparison.out / "comparison.json", json.dumps(whole, indent=1))
+    write_atomically(comparison.out / "comparison.json", json.dumps(whole, indent=1))
     return whole
 
 

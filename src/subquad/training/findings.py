@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from subquad.attention.options import split_spec
+from subquad.core.options import split_spec
 from subquad.training.charts import breakable, element
 
 CLOSE = 0.02  # a metric is close to the best within 2 % of it, or within the spread of the seeds

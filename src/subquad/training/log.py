@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from subquad.core.files import write_atomically
 
 FILE = "log.jsonl"
 
@@ -42,14 +43,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: an object is expected, not {found!r:.40}")
     return found
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The old content or the new one, never half of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise

@@ -16,10 +16,11 @@ from typing import Any
 
 import jinja2
 
-from subquad.attention.options import fields
+from subquad.core.files import write_atomically
+from subquad.core.options import fields
 from subquad.plots import COLOURS, KINDS, LINES, rgb
 from subquad.tasks import task_class
-from subquad.training import charts, curves, findings, log, pictures
+from subquad.training import charts, curves, findings, pictures
 from subquad.training.findings import Row
 
 TEMPLATE = "report_template.html"
@@ -27,7 +28,7 @@ TEMPLATE = "report_template.html"
 
 def write_report(path: Path, comparison: dict[str, Any], *, title: str) -> Path:
     """Write the page of a comparison (what comparison.json holds) to `path`."""
-    log.write_atomically(path, render(comparison, title=title))
+    write_atomically(path, render(comparison, title=title))
     return path
 
 

@@ -33,8 +33,9 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingA
 from transformers.integrations import TensorBoardCallback
 
 import subquad
-from subquad import memory
 from subquad.cli.console import err
+from subquad.core import memory
+from subquad.core.files import write_atomically
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks.base import Task
 from subquad.training import checkpoints, log
@@ -128,7 +129,7 @@ def _train(run: Run, *, resume: bool, overwrite: bool) -> dict[str, Any]:
     result = summary(run, model, trainer, test)
     if trainer.is_world_process_zero():
         save_model(run, model)
-        log.write_atomically(run.out / "result.json", json.dumps(result, indent=1))
+        write_atomically(run.out / "result.json", json.dumps(result, indent=1))
     return result
 
 
@@ -165,7 +166,7 @@ def open_folder(run: Run, *, resume: bool, overwrite: bool) -> Path | None:
     else:
         run.out.mkdir(parents=True, exist_ok=True)
         about = {"command": shlex.join(run.command), "versions": versions()}
-        log.write_atomically(path, json.dumps({**wanted, **about}, indent=1))
+        write_atomically(path, json.dumps({**wanted, **about}, indent=1))
     return checkpoint
 
 

@@ -1,0 +1,1 @@
+"""What everything else stands on: options and specs, tables of names, files, memory. Imports nothing of subquad."""
