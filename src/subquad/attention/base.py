@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,48 @@ class Capabilities:
     stochastic: bool = False  # random also in evaluation
     needs_max_length: bool = False
     level: str = "head"  # "head": works on q, k, v; "layer": works on tokens and the layer's projections
+    weights: bool = True  # the output is weights × values, and `weights` gives them
+
+
+class Call(NamedTuple):
+    """What belongs to one call beside q, k and v. Nothing of it outlives the call."""
+
+    key_mask: Tensor | None = None  # bool (B, m), True = a real token
+    lengths: Tensor | None = None  # int64 (B,): the tokens of a row stand in its first slots; None = in all of them
+    seed: Tensor | None = None  # int64 (): everything random follows from it; None where nothing is
+    dropout: float = 0.0
+    training: bool = False
+
+    @property
+    def exists(self) -> Tensor | None:
+        """The key mask as it broadcasts over heads, (B, 1, m)."""
+        return None if self.key_mask is None else self.key_mask[:, None]
+
+
+class Record(NamedTuple):
+    """What one call has to tell beside its output; a mechanism fills in what it has."""
+
+    density: Tensor | None = None  # (H,): sampled edges / possible edges
+    auxiliary_loss: Tensor | None = None  # a term of the loss that the mechanism asks for
+    statistics: Tensor | None = None  # sums for running averages: hand them to `update` after the step
+    path: str | None = None  # which kernel ran, where there is a choice
 
 
 class Attention(nn.Module):
     """One attention mechanism, configured.
 
-        y = a(q, k, v, key_mask=None)        q (B, H, n, d), k, v (B, H, m, d) → (B, H, n, d)
-        w = a.weights(q, k, key_mask=None)   (B, H, n, m): the effective weights, from the definition
+        y = a(q, k, v, key_mask=None)                   q (B, H, n, d), k and v (B, H or H/g, m, d) → (B, H, n, d)
+        y, record = a.observe(q, k, v, key_mask=None)   and what the call has to tell, a `Record`
+        w = a.weights(q, k, key_mask=None)              (B, H, n, m): the effective weights, from the definition
 
-    `key_mask` is bool (B, m), True = a real token. A query with nothing to attend to gives 0.
-    A mechanism writes `attend` (fast) and `define` (the dense definition the fast path is checked against),
-    and declares its options, its capabilities and the lines that `subquad list` shows.
+    `key_mask` is bool (B, m), True = a real token. A query with nothing to attend to gives 0. A row gives what it gives
+    alone: leading and trailing padding do not exist for a mechanism, which sees each row from its first real token on.
+    A call is a function of its inputs, the parameters and `seed` (int64, 0-dimensional; drawn from torch's global
+    generator where it is not given): it writes no attribute. Fewer key and value heads than query heads are grouped
+    query attention: g query heads in a row share a key head.
+
+    A mechanism writes `attend` (fast) and `define` (the dense definition the fast path is checked against), and
+    declares everything else about itself here on its class: options, capabilities, cost, examples.
     """
 
     Options: ClassVar[type[BaseOptions]] = BaseOptions
@@ -42,8 +73,12 @@ class Attention(nn.Module):
     paper: ClassVar[str] = ""
     cost: ClassVar[str] = ""  # time and memory in n, for people
     exponent: float = 2.0  # operations(n) grow like n^exponent up to logarithms; a property where options decide
+    positional: ClassVar[bool] = True  # who attends to whom depends on positions, not on content and order alone
+    grouped: ClassVar[bool] = False  # `attend` takes fewer key heads than query heads; else they are repeated for it
     name: ClassVar[str] = ""  # set by the registry
     options: Any
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # options that the contract is run with
+    gallery: ClassVar[dict[str, Any]] = {}  # options that make a good picture at 64 tokens
     exceptions: ClassVar[dict[str, str]] = {}  # checks of the contract that cannot hold, each with its reason
 
     def __init__(self, options: Any) -> None:
@@ -59,12 +94,19 @@ class Attention(nn.Module):
 
     # ---- what a mechanism writes ----
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The fast path."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The fast path: (B, H, n, d). Where the mechanism is positional, rows start at slot 0 and end at `lengths`."""
         raise TypeError(f"{self.name} does not work on q, k, v")
 
-    def define(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The effective weights from the definition, (B, H, n, m): slow and simple."""
+    def attend_observed(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Record]:
+        """The same, with a record; for mechanisms that have something to tell."""
+        return self.attend(q, k, v, call), Record()
+
+    def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        """The effective weights from the definition, (B, H, n, m): slow and simple, k with all H heads.
+
+        Where the mechanism is positional it is given one row at a time, without leading and trailing padding.
+        """
         raise TypeError(f"{self.name} has no weights over tokens")
 
     def support(self, n: int) -> Tensor:
@@ -76,51 +118,118 @@ class Attention(nn.Module):
         """What to draw, (n, n) or (H, n, n): 0 = not attended, 1 = directly, 2 = through a summary."""
         return self.support(n).int()
 
+    def connections(self, n: int) -> float:
+        """How many scores one head computes for a sequence of length n."""
+        seen = self.support(n)
+        return seen.sum().item() / (len(seen) if seen.dim() == 3 else 1)
+
+    def update(self, statistics: Tensor) -> None:
+        """Move running averages by the statistics of a training step (summed over its micro-batches and processes)."""
+        raise TypeError(f"{self.name} keeps no running averages: there is nothing to update")
+
     # ---- what people call ----
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
+    ) -> Tensor:
         self._validate(q, k, v, key_mask)
-        q, k, v = _clean(q, k, v, key_mask)
-        return self.attend(q, k, v, key_mask)
+        rows, q, k, v = self._begin(q, k, v, key_mask)
+        return rows.restore(self.attend(q, k, v, self._call(rows, seed)))
+
+    def observe(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
+    ) -> tuple[Tensor, Record]:
+        """The output, and the record of this call."""
+        self._validate(q, k, v, key_mask)
+        rows, q, k, v = self._begin(q, k, v, key_mask)
+        out, record = self.attend_observed(q, k, v, self._call(rows, seed))
+        return rows.restore(out), record
 
     @torch.no_grad()
-    def weights(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
+        """The effective weights q(j|i), (B, H, n, m), from the definition. The same seed draws the same graphs."""
         self._validate(q, k, None, key_mask)
-        q, k, _ = _clean(q, k, None, key_mask)
-        return self.define(q, k, key_mask)
+        return self._defined(q, k, key_mask, seed)
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+    def dense(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
+    ) -> Tensor:
         """The oracle: the definition's weights times the values, differentiable."""
         self._validate(q, k, v, key_mask)
-        q, k, v = _clean(q, k, v, key_mask)
-        return self.define(q, k, key_mask).to(v.dtype) @ v
+        v = v if key_mask is None else v.masked_fill(~key_mask[:, None, :, None], 0)
+        return self._defined(q, k, key_mask, seed).to(v.dtype) @ repeat_heads(v, q.shape[1])
 
     # ---- inside a layer ----
 
-    def attend_tokens(self, query: Tensor, key: Tensor, value: Tensor, project, key_mask: Tensor | None) -> Tensor:
-        """Tokens (B, n, E) and the layer's projections → heads side by side, (B, n, E).
+    def attend_tokens(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        project: Any,
+        key_mask: Tensor | None,
+        seed: Tensor | None = None,
+    ) -> tuple[Tensor, Record]:
+        """Tokens (B, n, E) and the layer's projections → heads side by side, (B, n, H·d), and the record of the call.
 
         A mechanism of level "layer" (one that projects more than once) overrides this one instead of `attend`.
         """
         q, k, v = project.together(query, key, value)  # (B, H, n, d)
-        return self(q, k, v, key_mask=key_mask).transpose(1, 2).flatten(2)
+        out, record = self.observe(q, k, v, key_mask=key_mask, seed=seed)
+        return out.transpose(1, 2).flatten(2), record
 
-    def token_weights(self, query: Tensor, key: Tensor, project, key_mask: Tensor | None) -> Tensor:
+    def token_weights(
+        self, query: Tensor, key: Tensor, project: Any, key_mask: Tensor | None, seed: Tensor | None = None
+    ) -> Tensor:
         """The effective weights inside a layer, (B, H, n, m)."""
-        return self.weights(project.queries(query), project.keys(key), key_mask=key_mask)
-
-    @property
-    def drop(self) -> float:
-        """The dropout that holds now."""
-        return self.options.dropout if self.training else 0.0
+        return self.weights(project.queries(query), project.keys(key), key_mask=key_mask, seed=seed)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{key}={value!r}" for key, value in vars(self.options).items() if value is not None)
 
+    # ---- one call ----
+
+    @property
+    def is_random(self) -> bool:
+        """Does a call need a seed?"""
+        return self.capabilities.stochastic or (self.training and self.options.dropout > 0)
+
+    def _begin(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Rows, Tensor, Tensor, Tensor]:
+        """q, k and v as `attend` takes them: rows from slot 0 on, nothing in padded slots, heads repeated if need be."""
+        rows = Rows.of(key_mask, align=self.positional)
+        q, k, v = (rows.align(x) for x in (q, k, v))
+        q, k, v = _clean(q, k, v, rows.key_mask)
+        if not self.grouped:
+            k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        return rows, q, k, v
+
+    def _call(self, rows: Rows, seed: Tensor | None) -> Call:
+        dropout = self.options.dropout if self.training else 0.0
+        seed = draw_seed() if seed is None and self.is_random else seed
+        return Call(rows.key_mask, rows.lengths if self.positional else None, seed, dropout, self.training)
+
+    def _defined(self, q: Tensor, k: Tensor, key_mask: Tensor | None, seed: Tensor | None) -> Tensor:
+        """`define`, a row at a time where the mechanism is positional: each from its first real token to its last."""
+        q, k, _ = _clean(q, k, None, key_mask)
+        k = repeat_heads(k, q.shape[1])
+        call = self._call(Rows.of(key_mask, align=False), seed)
+        if key_mask is None or not self.positional:
+            return self.define(q, k, call)
+        rows = []
+        for b, real in enumerate(key_mask):
+            places = real.nonzero()[:, 0]
+            weights = torch.zeros(*q.shape[1:3], k.shape[2], dtype=torch.promote_types(q.dtype, torch.float32))
+            weights = weights.to(q.device)
+            if len(places):
+                own = slice(int(places[0]), int(places[-1]) + 1)
+                one = self.define(q[b : b + 1, :, own], k[b : b + 1, :, own], call._replace(key_mask=real[None, own]))
+                weights[:, own, own] = one[0].to(weights)
+            rows.append(weights)
+        return torch.stack(rows)
+
     # ---- checks ----
 
     def _validate(self, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
-        heads, width = self.options.num_heads, self.options.head_dim
         for label, x in (("q", q), ("k", k), ("v", v)):
             if label == "v" and x is None:
                 continue
@@ -130,10 +239,7 @@ class Attention(nn.Module):
                 raise TypeError(f"{label} must be of a floating-point dtype, not {x.dtype}")
             if x.dim() != 4:
                 raise ValueError(f"{label} must have 4 dimensions (B, H, n, d), not shape {tuple(x.shape)}")
-            if x.shape[1] != heads:
-                raise ValueError(f"{label} has {x.shape[1]} heads, the mechanism was made with num_heads={heads}")
-            if x.shape[3] != width:
-                raise ValueError(f"{label} has width {x.shape[3]}, the mechanism was made with head_dim={width}")
+            self._validate_heads(label, x, k.shape[1])
             if x.shape[0] != q.shape[0]:
                 raise ValueError(f"{label} has batch size {x.shape[0]}, q has {q.shape[0]}")
             if x.dtype != q.dtype or x.device != q.device:
@@ -142,6 +248,17 @@ class Attention(nn.Module):
             raise ValueError(f"v has length {v.shape[2]}, k has {k.shape[2]}: they must be equal")
         self._validate_lengths(q.shape[2], k.shape[2])
         self._validate_mask(k, key_mask)
+
+    def _validate_heads(self, label: str, x: Tensor, key_heads: int) -> None:
+        heads, width = self.options.num_heads, self.options.head_dim
+        if label == "q" and x.shape[1] != heads:
+            raise ValueError(f"q has {x.shape[1]} heads, the mechanism was made with num_heads={heads}")
+        if x.shape[1] < 1 or heads % x.shape[1]:
+            raise ValueError(f"{label} has {x.shape[1]} heads: it must be a divisor of num_heads={heads}")
+        if label == "v" and x.shape[1] != key_heads:
+            raise ValueError(f"v has {x.shape[1]} heads, k has {key_heads}: they must be equal")
+        if x.shape[3] != width:
+            raise ValueError(f"{label} has width {x.shape[3]}, the mechanism was made with head_dim={width}")
 
     def _validate_lengths(self, n: int, m: int) -> None:
         if n < 1 or m < 1:
@@ -173,6 +290,46 @@ class Attention(nn.Module):
             raise ValueError(f"key_mask is on {key_mask.device}, k is on {k.device}")
 
 
+class Rows(NamedTuple):
+    """Where the rows of a padded batch begin and end; `align` moves them to slot 0, `restore` moves them back."""
+
+    key_mask: Tensor | None  # as the mechanism sees it, after `align`
+    lengths: Tensor | None  # (B,): slots from the first real token to the last; 0 = nothing but padding
+    order: Tensor | None  # (B·n,): the slots in their new order; None = rows begin at slot 0 already
+    back: Tensor | None  # (B·n,): the inverse
+
+    @classmethod
+    def of(cls, key_mask: Tensor | None, *, align: bool) -> Rows:
+        if key_mask is None:
+            return cls(None, None, None, None)
+        batch, n = key_mask.shape
+        place = torch.arange(n, device=key_mask.device)
+        end = ((place + 1) * key_mask).amax(1)  # (B,)
+        start = torch.where(key_mask, place, n).amin(1).minimum(end)
+        if not align:
+            return cls(key_mask, end, None, None)
+        if not torch.compiler.is_compiling() and not bool(start.any()):
+            return cls(key_mask, end, None, None)
+        first = torch.arange(batch, device=key_mask.device)[:, None] * n
+        order = (first + (place + start[:, None]) % n).flatten()
+        back = (first + (place - start[:, None]) % n).flatten()
+        return cls(key_mask.flatten()[order].view(batch, n), end - start, order, back)
+
+    def align(self, x: Tensor) -> Tensor:
+        """(B, H, n, d) with each row from its first real token on."""
+        return _reorder(x, self.order)
+
+    def restore(self, x: Tensor) -> Tensor:
+        return _reorder(x, self.back)
+
+
+def _reorder(x: Tensor, order: Tensor | None) -> Tensor:
+    if order is None:
+        return x
+    tokens = x.transpose(1, 2).flatten(0, 1)  # (B·n, H, d)
+    return tokens.index_select(0, order).view(x.shape[0], x.shape[2], *x.shape[1::2]).transpose(1, 2)
+
+
 def _clean(q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None):
     """What stands in padded slots never matters: k and v become 0 there, a q that is not finite too.
 
@@ -185,3 +342,13 @@ def _clean(q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None):
         q = q.masked_fill(padded & ~torch.isfinite(q), 0)
     k = k.masked_fill(padded, 0)
     return q, k, None if v is None else v.masked_fill(padded, 0)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, H/g, m, d) → (B, H, m, d): each key head g times in a row."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def draw_seed() -> Tensor:
+    """One number from torch's global generator: everything random in a call follows from it."""
+    return torch.randint(2**62, ())
