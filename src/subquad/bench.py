@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import subquad.kernels.flops  # noqa: F401  (teaches the counter our kernels)
 from subquad.attention.base import Attention
 from subquad.attention.registry import attention, mechanism
 from subquad.core import memory

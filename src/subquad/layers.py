@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.attention.base import draw_seed
 from subquad.attention.registry import attention as make_attention
 
 QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
@@ -38,8 +39,8 @@ class Projections:
         return self.queries(query), self.keys(key), self.values(value)
 
     def _project(self, which: int, x: Tensor) -> Tensor:
-        layer, e = self.layer, self.layer.embed_dim
-        rows = slice(which * e, (which + 1) * e)
+        layer, widths = self.layer, self.layer.widths
+        rows = slice(sum(widths[:which]), sum(widths[: which + 1]))
         if layer.in_proj_weight is not None:
             weight: Any = layer.in_proj_weight[rows]
         else:
@@ -47,7 +48,7 @@ class Projections:
         return self._split(F.linear(x, weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]))
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.layer.num_heads, self.layer.head_dim)).transpose(1, 2)  # (B, H, n, d)
+        return x.unflatten(-1, (-1, self.layer.head_dim)).transpose(1, 2)  # (B, H, n, d)
 
 
 class MultiheadAttention(nn.Module):
@@ -59,7 +60,10 @@ class MultiheadAttention(nn.Module):
     Same arguments, same call, same state dict as torch's; with attention="full" the same outputs and gradients.
     What it cannot honour raises: add_bias_kv, add_zero_attn, and an attn_mask other than the causal one (full
     attention takes any). `key_padding_mask` is torch's: True = padding. `need_weights=True` (torch's default)
-    returns the effective weights, a matrix n × n: pass need_weights=False for long sequences.
+    returns the effective weights of this call, a matrix n × n: pass need_weights=False for long sequences.
+
+    Beyond torch's: `num_kv_heads` keys and values with fewer heads (grouped query attention), `head_dim` heads whose
+    width is not embed_dim / num_heads.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -82,17 +86,25 @@ class MultiheadAttention(nn.Module):
         attention: str = "full",
         causal: bool = False,
         max_length: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-            if not isinstance(value, int) or value < 1:
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, value in sizes.items():
+            if (not isinstance(value, int) or value < 1) and (name in ("embed_dim", "num_heads") or value is not None):
                 raise ValueError(f"{name} must be an integer ≥ 1, not {value!r}")
-        if embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a multiple of num_heads={num_heads}, not {embed_dim}")
+        if embed_dim % num_heads and head_dim is None:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads={num_heads}, not {embed_dim}; or give head_dim"
+            )
+        if num_heads % (num_kv_heads or num_heads):
+            raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, not {num_kv_heads}")
         if add_bias_kv or add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn are not supported: they must be False")
-        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim or embed_dim // num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.batch_first = batch_first
         # nn.TransformerEncoderLayer would read True here as leave to run its own full attention on our weights
@@ -105,18 +117,25 @@ class MultiheadAttention(nn.Module):
             device=device, dtype=dtype
         )
 
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Widths of the projected queries, keys and values."""
+        keys = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, keys, keys
+
     def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
-        e, together = self.embed_dim, self.kdim == self.vdim == self.embed_dim
+        e, (q, k, v) = self.embed_dim, self.widths
+        together = self.kdim == self.vdim == q == k == e
         shapes = {
             "in_proj_weight": (3 * e, e) if together else None,
-            "q_proj_weight": None if together else (e, e),
-            "k_proj_weight": None if together else (e, self.kdim),
-            "v_proj_weight": None if together else (e, self.vdim),
-            "in_proj_bias": (3 * e,) if bias else None,
+            "q_proj_weight": None if together else (q, e),
+            "k_proj_weight": None if together else (k, self.kdim),
+            "v_proj_weight": None if together else (v, self.vdim),
+            "in_proj_bias": (q + k + v,) if bias else None,
         }
         for name, shape in shapes.items():
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
-        self.out_proj = nn.Linear(e, e, bias=bias, **factory)
+        self.out_proj = nn.Linear(q, e, bias=bias, **factory)
         for name, shape in shapes.items():  # torch's initialisation
             if shape is not None and name != "in_proj_bias":
                 nn.init.xavier_uniform_(getattr(self, name))
@@ -139,16 +158,18 @@ class MultiheadAttention(nn.Module):
         batched = query.dim() == 3
         tokens = [x if batched else x[None] if self.batch_first else x[:, None] for x in (query, key, value)]
         if not self.batch_first:  # one transposed tensor for one object: `together` looks at identity
-            turned = {id(x): x.transpose(0, 1) for x in tokens} if batched else {}
-            tokens = [turned.get(id(x), x.transpose(0, 1)) for x in tokens]
+            first = {id(x): x.transpose(0, 1) for x in tokens} if batched else {}
+            tokens = [first.get(id(x), x.transpose(0, 1)) for x in tokens]
         elif not batched and query is key and key is value:
             tokens = [tokens[0]] * 3
         key_mask = self._key_mask(key_padding_mask, tokens[1])
         seen = self._attn_mask(attn_mask, is_causal, tokens[0].shape[1], tokens[1].shape[1])
         project = Projections(self)
-        extra: dict[str, Any] = {} if seen is None else {"seen": seen}
+        # one seed: the weights are those of this call
+        extra: dict[str, Any] = {"seed": draw_seed()} if need_weights and self.attention.is_random else {}
+        extra |= {} if seen is None else {"seen": seen}
         query, key, value = tokens
-        mixed = self.attention.attend_tokens(query, key, value, project, key_mask, **extra)  # (B, n, E)
+        mixed, _ = self.attention.attend_tokens(query, key, value, project, key_mask, **extra)  # (B, n, H·d)
         out = self.out_proj(mixed)
         weights = self._weights(tokens, project, key_mask, extra, average_attn_weights) if need_weights else None
         out = out if self.batch_first else out.transpose(0, 1)
@@ -195,7 +216,10 @@ class MultiheadAttention(nn.Module):
         """None where the mechanism already honours the mask; else what full attention may see, bool."""
         causal = self.attention.options.causal
         if is_causal and not causal:
-            raise ValueError("is_causal=True: make the layer with causal=True")
+            raise ValueError(
+                "is_causal=True needs a layer made with causal=True (torch's encoder and decoder layers pass it when "
+                "the mask that they are given is the causal one)"
+            )
         if mask is None or is_causal:  # torch: with is_causal the mask is a hint that says the same
             return None
         if mask.is_floating_point() and not bool(((mask == 0) | (mask == -torch.inf)).all()):
@@ -213,4 +237,5 @@ class MultiheadAttention(nn.Module):
         return seen if seen.dim() == 2 else seen.unflatten(0, (-1, self.num_heads))  # (n, m) or (B, H, n, m)
 
     def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+        sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        return f"{sizes}, head_dim={self.head_dim}, batch_first={self.batch_first}"

@@ -34,6 +34,7 @@ class Call(NamedTuple):
     seed: Tensor | None = None  # int64 (): everything random follows from it; None where nothing is
     dropout: float = 0.0
     training: bool = False
+    slots: int = 0  # the length of the batch: what sizes follow that are left open
 
     @property
     def exists(self) -> Tensor | None:
@@ -73,8 +74,9 @@ class Attention(nn.Module):
     paper: ClassVar[str] = ""
     cost: ClassVar[str] = ""  # time and memory in n, for people
     exponent: float = 2.0  # operations(n) grow like n^exponent up to logarithms; a property where options decide
-    positional: ClassVar[bool] = True  # who attends to whom depends on positions, not on content and order alone
-    grouped: ClassVar[bool] = False  # `attend` takes fewer key heads than query heads; else they are repeated for it
+    positional: bool = True  # who attends to whom depends on positions, not on content and order alone
+    data_dependent: bool = False  # how much is computed depends on the values: on sampled graphs, clusters, edge lists
+    grouped: bool = False  # `attend` takes fewer key heads than query heads; else they are repeated for it
     name: ClassVar[str] = ""  # set by the registry
     options: Any
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # options that the contract is run with
@@ -134,7 +136,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         self._validate(q, k, v, key_mask)
         rows, q, k, v = self._begin(q, k, v, key_mask)
-        return rows.restore(self.attend(q, k, v, self._call(rows, seed)))
+        return rows.restore(self.attend(q, k, v, self._call(rows, seed, q.shape[2])))
 
     def observe(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
@@ -142,7 +144,7 @@ class Attention(nn.Module):
         """The output, and the record of this call."""
         self._validate(q, k, v, key_mask)
         rows, q, k, v = self._begin(q, k, v, key_mask)
-        out, record = self.attend_observed(q, k, v, self._call(rows, seed))
+        out, record = self.attend_observed(q, k, v, self._call(rows, seed, q.shape[2]))
         return rows.restore(out), record
 
     @torch.no_grad()
@@ -195,7 +197,7 @@ class Attention(nn.Module):
         return self.capabilities.stochastic or (self.training and self.options.dropout > 0)
 
     def _begin(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Rows, Tensor, Tensor, Tensor]:
-        """q, k and v as `attend` takes them: rows from slot 0 on, nothing in padded slots, heads repeated if need be."""
+        """q, k and v as `attend` takes them: rows from slot 0 on, padded slots 0, heads repeated where need be."""
         rows = Rows.of(key_mask, align=self.positional)
         q, k, v = (rows.align(x) for x in (q, k, v))
         q, k, v = _clean(q, k, v, rows.key_mask)
@@ -203,16 +205,17 @@ class Attention(nn.Module):
             k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         return rows, q, k, v
 
-    def _call(self, rows: Rows, seed: Tensor | None) -> Call:
+    def _call(self, rows: Rows, seed: Tensor | None, slots: int) -> Call:
         dropout = self.options.dropout if self.training else 0.0
         seed = draw_seed() if seed is None and self.is_random else seed
-        return Call(rows.key_mask, rows.lengths if self.positional else None, seed, dropout, self.training)
+        lengths = rows.lengths if self.positional else None
+        return Call(rows.key_mask, lengths, seed, dropout, self.training, slots)
 
     def _defined(self, q: Tensor, k: Tensor, key_mask: Tensor | None, seed: Tensor | None) -> Tensor:
         """`define`, a row at a time where the mechanism is positional: each from its first real token to its last."""
         q, k, _ = _clean(q, k, None, key_mask)
         k = repeat_heads(k, q.shape[1])
-        call = self._call(Rows.of(key_mask, align=False), seed)
+        call = self._call(Rows.of(key_mask, align=False), seed, q.shape[2])
         if key_mask is None or not self.positional:
             return self.define(q, k, call)
         rows = []

@@ -1,6 +1,6 @@
 """Combiner: full attention by structured conditional expectation (Ren et al. 2021, section 3).
 
-A plan (`supports.partitions`) divides the support of query i into a direct set Ω_i^0 and groups Ω_i^r. Each group
+A partition (`supports.partitions`) divides the support of query i into a direct set Ω_i^0 and groups Ω_i^r. Each group
 has one key k_Ω and one query q_Ω (`abstraction`); all logits share one normaliser (eq. 9), here with scale = 1/√d,
 
     Z_i = Σ_{j ∈ Ω_i^0} exp(q_i·k_j·scale) + Σ_r exp(q_i·k_{Ω_i^r}·scale)
@@ -14,25 +14,28 @@ They are ≥ 0, sum to 1 and cover the whole support. A group's value is v_Ω = 
 that has the group: this is where the quadratic cost goes.
 
 Padded tokens are members of nothing; a group of padding alone does not exist. Dropout acts on the terms of Z_i
-(tokens and groups). Here are the pieces all plans share and the definition, dense, from the index sets alone.
+(tokens and groups). One fast path serves every partition that is made of blocks: it pools the members of each kind of
+groups, lets the summaries attend to their members, and the queries to tokens and summaries; the partition says where
+the blocks are. `combiner_plans` has the partitions of the paper, `combiner_definition` the definition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import index
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from subquad.abstraction import Abstraction
-from subquad.attention.base import Attention
+from subquad.attention.base import Attention, Call
+from subquad.attention.combiner_definition import Terms
+from subquad.attention.summaries import Tokens, summarise
 from subquad.core.options import Options, option
-from subquad.probability import probability_map
-from subquad.supports.partitions import POOLED, Group, Partition
+from subquad.kernels.merge import merge_attention
+from subquad.supports.partitions import GroupSet, Partition, group_sets_of
+from subquad.supports.support import text_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,151 +44,81 @@ class CombinerOptions(Options):
 
 
 class Combiner(Attention):
-    """One plan, one abstraction. A subclass gives `partition` (the definition) and `combine` (the fast path)."""
+    """One partition, one abstraction. A subclass makes the partition from its options.
+
+    Sizes that the options leave open are decided when the module is made, from `max_length`; without that they follow
+    from the length of each call, and then the same tokens in a longer batch are divided differently.
+    """
 
     Options = CombinerOptions
     family = "combiner"
     paper = "Ren et al. 2021"
+    grouped = True
+    free_size: ClassVar[str] = ""  # the option that, left open, follows the length
 
-    def __init__(self, options: CombinerOptions) -> None:
+    def __init__(self, options: Any) -> None:
         super().__init__(options)
         self.abstraction = Abstraction(options.abstraction, options.head_dim)
+        partition = self.make_partition(options)
+        if options.max_length is not None:
+            partition = partition.sized(options.max_length)
+        self.partition: Partition = partition
+        self._is_sized = partition.sized(4) == partition
 
-    @property
-    def partition(self) -> Partition:
-        """The plan as index sets."""
+    def make_partition(self, options: Any) -> Any:
+        """The partition that the options describe."""
         raise TypeError(f"{type(self).__name__} leaves this to a subclass")
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
-        """All plans that take part; more than one in a mixture."""
+        """All partitions that take part; more than one in a mixture."""
         return (self.partition,)
 
-    def combine(self, q: Tensor, k: Tensor, v: Tensor, exists: Tensor | None) -> Tensor:
-        """q, k, v (B, H, n, d) in float32 or float64; exists bool (B, 1, n) or None."""
-        raise TypeError(f"{type(self).__name__} leaves this to a subclass")
+    def sized(self, n: int) -> Any:
+        """The partition with every size decided, for a call of length n."""
+        return self.partition if self._is_sized else self.partition.sized(n)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return attend_in_float(self.combine, q, k, v, key_mask)
+    def described(self, slots: int, n: int) -> tuple[str, tuple[GroupSet, ...]]:
+        """The text of that partition, and its group sets for rows of up to n tokens."""
+        if self._is_sized:
+            return text_of(self.partition), self.partition.group_sets(n)
+        text = text_of(self.partition, index(slots))  # a compiled graph is one for this length
+        return text, group_sets_of(text, index(n))
 
-    def define(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Summaries of every kind, then one softmax over tokens and summaries: (B, H, n, d)."""
+        work = torch.promote_types(q.dtype, torch.float32)  # the pools and all statistics
+        tokens, n = Tokens(*(x.to(work) for x in (q, k, v)), call), q.shape[2]
+        text, group_sets = self.described(call.slots, n)
+        sources = [(tokens.k, tokens.v, call.exists)]
+        for number, group_set in enumerate(group_sets, 1):
+            sources.append(summarise(self, text, number, group_set, tokens, sources[group_set.below]))
+        keys, values, valid = (list(x) for x in zip(*sources, strict=True))
+        about = {"lengths": call.lengths, "valid": valid, "dropout": call.dropout, "seed": call.seed}
+        scale = self.options.softmax_scale
+        return merge_attention(tokens.q, keys, values, text, "main", n, scale=scale, **about).to(q.dtype)
+
+    def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        return self.terms(q, k, call).weights()
+
+    def terms(self, q: Tensor, k: Tensor, call: Call) -> Terms:
         work = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(work), k.to(work)
-        terms = Terms(self.partition, q, k, self.abstraction, key_mask, self.options.softmax_scale)
-        return terms.weights()
+        return Terms(self.sized(call.slots), q, k, self.abstraction, call.key_mask, self.options.softmax_scale)
 
     def picture(self, n: int) -> Tensor:
-        return self.partition.picture(n)
+        return self.sized(n).picture(n)
+
+    def connections(self, n: int) -> float:
+        """Tokens and summaries that the queries see, and tokens in the summaries."""
+        return float(sum(value for key, value in self.cost_report(n).items() if key != "groups summarised"))
 
     def cost_report(self, n: int) -> dict[str, int]:
-        return cost_report(self.partitions, n)
+        """The three terms of section 3.1."""
+        names = ("terms of all queries", "groups summarised", "members of these groups")
+        return dict(zip(names, self.sized(n).cost(n), strict=True))
 
-
-def cost_report(plans: tuple[Partition, ...], n: int) -> dict[str, int]:
-    """The three terms of section 3.1, summed over the plans."""
-    costs = [partition.cost(n) for partition in plans]
-    names = ("terms of all queries", "groups summarised", "members of these groups")
-    return {name: sum(values) for name, values in zip(names, zip(*costs, strict=True), strict=True)}
-
-
-def attend_in_float(combine: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """combine(q, k, v, exists) with half precision in float32: the pools and all statistics."""
-    index(q.shape[2])  # plans are made of numbers: a compiled graph is one for this length
-    work = torch.promote_types(q.dtype, torch.float32)
-    exists = None if key_mask is None else key_mask[:, None]  # (B, 1, n)
-    return combine(q.to(work), k.to(work), v.to(work), exists).to(v.dtype)
-
-
-@lru_cache(maxsize=64)
-def unique_groups(partition: Partition, n: int) -> tuple[dict[Group, int], Tensor, Tensor]:
-    """Every group once, children before parents; which query uses which (n, U); the direct sets (n, n)."""
-    number: dict[Group, int] = {}
-
-    def add(group: Group) -> int:
-        for child in group.children:
-            add(child)
-        return number.setdefault(group, len(number))
-
-    rows = [[add(group) for group in partition.groups(n, i)] for i in range(n)]
-    uses, direct = torch.zeros(n, len(number), dtype=torch.bool), torch.zeros(n, n, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        uses[i, row] = True
-        direct[i, list(partition.direct(n, i))] = True
-    return number, uses, direct
-
-
-class Terms:
-    """The terms of eq. 9 under one plan, dense: logits of the tokens and of the groups, and p(j|Ω).
-
-    Written from the definition, group by group, without a thought for speed.
-    """
-
-    def __init__(
-        self, partition, q: Tensor, k: Tensor, abstraction: Abstraction, key_mask: Tensor | None, scale: float
-    ):
-        n = q.shape[2]
-        self.softmax, self.scale, self.pool = probability_map("softmax"), scale, abstraction.pool
-        self.q, self.k = q, k
-        self.fq, self.fk = abstraction.features(q, k)
-        exists = torch.ones(q.shape[0], n, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
-        self.exists = exists[:, None]  # (B, 1, n)
-        found, uses, direct = unique_groups(partition, n)
-        self.summaries: dict[Group, tuple[Tensor, Tensor, Tensor]] = {}
-        for group in found:
-            self.summaries[group] = self.summarise(group)
-        self.direct_logits = q @ k.mT * scale  # (B, H, n, n)
-        self.direct = direct.to(q.device) & self.exists[:, :, None]  # (B, 1, n, n)
-        if not found:
-            self.group_logits, self.local = q.new_zeros(*q.shape[:3], 0), q.new_zeros(*q.shape[:2], 0, n)
-            self.groups = self.direct[..., :0]
-            return
-        keys, local, alive = (torch.stack(part, 2) for part in zip(*self.summaries.values(), strict=True))
-        self.local = local  # (B, H, U, n): p(j|Ω)
-        self.group_logits = q @ keys.mT * scale  # (B, H, n, U)
-        self.groups = uses.to(q.device) & alive[:, :, None]  # (B, 1, n, U)
-
-    def summarise(self, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """k_Ω (B, H, d), p(·|Ω) (B, H, n) and whether it exists (B, 1)."""
-        members = list(group.members)
-        real = self.exists[:, :, members]  # (B, 1, m)
-        q = self.pooled(self.fq[:, :, members], real) if group.asker == POOLED else self.asker(group.asker)
-        if group.children:
-            keys, inner, alive = (
-                torch.stack(part, 2) for part in zip(*map(self.summaries.get, group.children), strict=True)
-            )
-            p = self.softmax((keys * q[:, :, None]).sum(-1) * self.scale, alive.expand(keys.shape[:3]))  # (B, H, c)
-            local = (p[..., None] * inner).sum(2)  # (B, H, n)
-        else:
-            scores = (self.k[:, :, members] * q[:, :, None]).sum(-1) * self.scale  # (B, H, m)
-            p = self.softmax(scores, real.expand(scores.shape))
-            local = torch.zeros_like(self.q[..., 0]).index_copy(2, torch.tensor(members, device=q.device), p)
-        if group.asker != POOLED:
-            return (local[..., None] * self.fk).sum(2), local, real.any(-1)
-        return self.pooled(self.fk[:, :, members], real), local, real.any(-1)
-
-    def asker(self, position: int) -> Tensor:
-        """The query of a position; 0 where there is none, or padding."""
-        if position >= self.q.shape[2]:
-            return torch.zeros_like(self.q[:, :, 0])
-        return self.fq[:, :, position].masked_fill(~self.exists[:, :, position, None], 0)
-
-    def pooled(self, x: Tensor, real: Tensor) -> Tensor:
-        """(B, H, m, d) → (B, H, d) over the members that are real; 0 when there is none."""
-        if self.pool == "max":
-            top = x.masked_fill(~real[..., None], -torch.inf).amax(2)
-            return top.masked_fill(~real.any(-1, keepdim=True), 0)
-        return x.masked_fill(~real[..., None], 0).sum(2) / real.sum(-1, keepdim=True).clamp(min=1)
-
-    def weights(self) -> Tensor:
-        """q(j|i) of eq. 8, (B, H, n, n)."""
-        return joint_weights([self])
-
-
-def joint_weights(plans: list[Terms]) -> Tensor:
-    """q(j|i) of one softmax over the union of the plans' direct sets and all their groups, (B, H, n, n)."""
-    first, n = plans[0], plans[0].q.shape[2]
-    direct = torch.stack([terms.direct for terms in plans]).any(0)  # (B, 1, n, n)
-    logits = torch.cat([first.direct_logits, *(terms.group_logits for terms in plans)], -1)  # (B, H, n, n + U)
-    allowed = torch.cat([direct, *(terms.groups for terms in plans)], -1)
-    p = first.softmax(logits, allowed.expand(logits.shape))
-    return p[..., :n] + p[..., n:] @ torch.cat([terms.local for terms in plans], 2)
+    @property
+    def _follows_length(self) -> bool:
+        """A size of its own choice goes with the length; one that is fixed does not."""
+        return getattr(self.options, self.free_size, 1) is None and self.options.max_length is None

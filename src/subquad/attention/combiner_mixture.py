@@ -6,43 +6,48 @@
 Default: axial-vertical and axial-horizontal. `joint` is for the axial plans, whose direct sets are made of the own
 row and the own column; `joint=True, split=True` (causal) is the variant the authors published as code. Every
 component has an abstraction of its own, `cols` holds for all axial ones; the others have the options they have alone
-by default, routing as many clusters as `max_length` asks for.
+by default, routing as many clusters as `max_length` asks for. Where components share their direct sets (vertical and
+horizontal) these are attended once; with dropout each component drops for itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from operator import index
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention
-from subquad.attention.combiner import Combiner, CombinerOptions, Terms, attend_in_float, cost_report, joint_weights
-from subquad.attention.combiner_axial import (
+from subquad.attention.base import Attention, Call
+from subquad.attention.combiner import Combiner, CombinerOptions
+from subquad.attention.combiner_definition import joint_weights
+from subquad.attention.combiner_plans import (
     CombinerAxial,
-    all_summaries,
-    axial_attention,
-    default_cols,
-    mean_plans,
+    CombinerFixed,
+    CombinerLogsparse,
+    CombinerTree,
+    CombinerWindow,
 )
-from subquad.attention.combiner_fixed import CombinerFixed
-from subquad.attention.combiner_logsparse import CombinerLogsparse
 from subquad.attention.combiner_routing import CombinerRouting
-from subquad.attention.combiner_tree import CombinerTree
+from subquad.attention.summaries import Source, Tokens, summarise
 from subquad.core.options import option
+from subquad.kernels.merge import merge_attention
 from subquad.kernels.mixture import mixture_merge
+from subquad.supports.grids import mixture_text
 from subquad.supports.partitions import Partition
 
 OTHERS: dict[str, type[Combiner]] = {
     "fixed": CombinerFixed,
+    "window": CombinerWindow,
     "logsparse": CombinerLogsparse,
     "routing": CombinerRouting,
     "tree": CombinerTree,
 }
-Plan = Literal["axial-vertical", "axial-horizontal", "axial-rowmajor", "fixed", "logsparse", "routing", "tree"]
+Plan = Literal[
+    "axial-vertical", "axial-horizontal", "axial-rowmajor", "fixed", "window", "logsparse", "routing", "tree"
+]
 
 
 class CombinerMixture(Attention):
@@ -50,6 +55,7 @@ class CombinerMixture(Attention):
     family = "combiner"
     paper = "Ren et al. 2021"
     cost = "n·√n"
+    examples = ({}, {"joint": True, "split": True}, {"plans": ("fixed", "axial-rowmajor"), "cols": 5})
 
     @dataclass(frozen=True, kw_only=True)
     class Options(CombinerOptions):
@@ -68,7 +74,7 @@ class CombinerMixture(Attention):
                 )
             other = [name for name in self.plans if name in OTHERS]
             if self.joint and other:
-                raise ValueError(f"joint=True is for the axial plans, whose direct sets agree; plans holds {other[0]}")
+                raise ValueError(f"joint=True is for the axial plans, whose direct sets agree; plans has {other[0]}")
 
     def __init__(self, options: CombinerMixture.Options) -> None:
         super().__init__(options)
@@ -89,6 +95,10 @@ class CombinerMixture(Attention):
         return CombinerAxial(CombinerAxial.Options(**shared))
 
     @property
+    def grouped(self) -> bool:
+        return all(component.grouped for component in self.parts())
+
+    @property
     def exponent(self) -> float:
         return max(component.exponent for component in self.parts())
 
@@ -96,50 +106,67 @@ class CombinerMixture(Attention):
     def partitions(self) -> tuple[Partition, ...]:
         return tuple(component.partition for component in self.parts())
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        if self._shares_direct() and self.drop == 0 and q.device.type == "cpu":
-            return attend_in_float(self._mean, q, k, v, key_mask)
-        if not self.options.joint:
-            return mean(c.attend(q, k, v, key_mask) for c in self.parts())
-        return attend_in_float(partial(axial_attention, self._sets(), cols=self.options.cols), q, k, v, key_mask)
+    # ---- the fast path ----
 
-    def _shares_direct(self) -> bool:
-        """Is it a mean of plans that all attend directly to own row and own column?"""
-        return not self.options.joint and set(self.options.plans) <= {"axial-vertical", "axial-horizontal"}
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        shares_direct = set(self.options.plans) <= {"axial-vertical", "axial-horizontal"}
+        if not self.options.joint and (call.dropout or not shares_direct):
+            return mean(component.attend(q, k, v, call) for component in self.parts())
+        work = torch.promote_types(q.dtype, torch.float32)
+        tokens = Tokens(*(x.to(work) for x in (q, k, v)), call)
+        return (self._joint(tokens) if self.options.joint else self._mean(tokens)).to(q.dtype)
 
-    def _mean(self, q, k, v, exists) -> Tensor:
+    def _summaries(self, tokens: Tokens) -> tuple[str, list[int], list[Source]]:
+        """The text of the mixture, how many sets of summaries each component has, and all of them."""
+        n, call = index(tokens.q.shape[2]), tokens.call
+        texts, sizes, found = [], [], []
+        for component in self.parts():
+            text, group_sets = component.described(call.slots, n)
+            texts.append(text)
+            sizes.append(len(group_sets))
+            for number, group_set in enumerate(group_sets, 1):
+                below = (tokens.k, tokens.v, call.exists)
+                found.append(summarise(component, text, number, group_set, tokens, below))
+        return mixture_text(tuple(texts)), sizes, found
+
+    def _joint(self, tokens: Tokens) -> Tensor:
+        n, call = index(tokens.q.shape[2]), tokens.call
+        text, _, summaries = self._summaries(tokens)
+        keys, values, valid = (list(x) for x in zip((tokens.k, tokens.v, call.exists), *summaries, strict=True))
+        about = {"lengths": call.lengths, "valid": valid, "dropout": call.dropout, "seed": call.seed}
+        scale = self.options.softmax_scale
+        return merge_attention(tokens.q, keys, values, text, "joint", n, scale=scale, **about)
+
+    def _mean(self, tokens: Tokens) -> Tensor:
         """The mean of the components, with the direct part attended once."""
-        o, n = self.options, q.shape[2]
-        c = o.cols or default_cols(n)
-        kinds = tuple(cast(CombinerAxial, part).kinds() for part in self.parts())
-        keys, values, alive = all_summaries(self._sets(), q, k, v, exists, c)
+        (q, k, v, call), n = tokens, index(tokens.q.shape[2])
+        text, sizes, summaries = self._summaries(tokens)
+        keys, values, alive = (list(x) for x in zip(*summaries, strict=True))
+        every = [q.new_ones(1, 1, x.shape[2], dtype=torch.bool) for x in keys]
         missing = any(real is not None for real in alive)  # of one kind all may exist, of another not
-        all_real = [q.new_ones(1, 1, x.shape[2], dtype=torch.bool) for x in keys]
-        alive = [one if real is None else real for one, real in zip(all_real, alive, strict=True)] if missing else []
-        plans = list(mean_plans(n, c, o.causal, kinds))
-        real = [] if exists is None else [exists]
-        q, k, v, *pools = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *keys, *values))
-        keys, values = pools[: len(keys)], pools[len(keys) :]
-        out, _, _ = mixture_merge(q, [k, v], keys, values, real, alive, [len(x) for x in kinds], plans, o.softmax_scale)
-        return out
+        alive = [one if real is None else real for one, real in zip(every, alive, strict=True)] if missing else []
+        exists = [] if call.exists is None else [call.exists]
+        about = (call.lengths, sizes, text, n, self.options.softmax_scale)
+        return mixture_merge(q, [k, v], keys, values, exists, alive, *about)[0]
 
-    def _sets(self) -> list[tuple[Combiner, str]]:
-        """All sets of summaries, each with the component that makes it."""
-        return [(c, kind) for c in self.parts() for kind in cast(CombinerAxial, c).kinds()]
+    # ---- the definition ----
 
-    def define(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+    def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         if not self.options.joint:
-            return mean(c.define(q, k, key_mask) for c in self.parts())
-        work, scale = torch.promote_types(q.dtype, torch.float32), self.options.softmax_scale
-        q, k = q.to(work), k.to(work)
-        return joint_weights([Terms(c.partition, q, k, c.abstraction, key_mask, scale) for c in self.parts()])
+            return mean(component.define(q, k, call) for component in self.parts())
+        return joint_weights([component.terms(q, k, call) for component in self.parts()])
+
+    def connections(self, n: int) -> float:
+        return sum(component.connections(n) for component in self.parts())
 
     def cost_report(self, n: int) -> dict[str, int]:
-        return cost_report(self.partitions, n)
+        """The three terms of section 3.1, summed over the components."""
+        reports = [component.cost_report(n) for component in self.parts()]
+        return {key: sum(report[key] for report in reports) for key in reports[0]}
 
     def picture(self, n: int) -> Tensor:
         """Directly where any component does so."""
-        drawn = torch.stack([p.picture(n) for p in self.partitions])  # (M, n, n)
+        drawn = torch.stack([component.picture(n) for component in self.parts()])  # (M, n, n)
         return torch.where((drawn == 1).any(0), 1, drawn.amax(0))
 
 

@@ -13,9 +13,8 @@ the plan's own, Σ terms + Σ members, over edge lists instead of blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import index
 from typing import Any
 
@@ -23,110 +22,105 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.abstraction import pooled
+from subquad.attention.base import Call
 from subquad.attention.combiner import Combiner, CombinerOptions
 from subquad.core.options import option
-from subquad.kernels.constants import constant
 from subquad.kernels.edges import EdgeList, edge_attention
-from subquad.supports.partitions import POOLED, Group, IndexSets, Partition
+from subquad.kernels.tables import group_count, partition_edges
+from subquad.supports.partitions import IndexSets, Partition
+from subquad.supports.support import text_of
 
 
-@lru_cache(maxsize=16)
-def _edges(partition: Partition, n: int) -> tuple[EdgeList, EdgeList]:
-    """Groups → their members, and queries → tokens (0 … n-1) and groups (n …)."""
-    number: dict[Group, int] = {}
-    rows = []
-    for i in range(n):
-        groups = partition.groups(n, i)
-        if any(group.children or group.asker != POOLED for group in groups):
-            raise ValueError("combiner-plan: plan must be made of plain groups, without children or askers")
-        rows.append(sorted(partition.direct(n, i)) + sorted(n + number.setdefault(g, len(number)) for g in groups))
-    return _edge_list([sorted(group.members) for group in number], n), _edge_list(rows, n + len(number))
+def eights(n: int) -> tuple[Sequence, Sequence]:
+    """An example of a plan: eight tokens directly, the other eights of the own 64, and the other 64s, as groups."""
+    spans = [range(a, min(a + 8, n)) for a in range(0, n, 8)]
+    near = [[s for a, s in enumerate(spans) if a != i // 8 and a // 8 == i // 64] for i in range(n)]
+    far = [[range(b, min(b + 64, n)) for b in range(0, n, 64) if b // 64 != i // 64] for i in range(n)]
+    return [spans[i // 8] for i in range(n)], [near[i] + far[i] for i in range(n)]
 
 
-def _edge_list(rows: list[list[int]], keys: int) -> EdgeList:
-    ends = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)[None]  # (1, rows + 1)
-    return EdgeList(ends, torch.tensor([j for row in rows for j in row], dtype=torch.int32), keys)
-
-
-def _pointers(partition: Partition, n: int, which: int) -> Tensor:
-    return _edges(partition, n)[which].indptr
-
-
-def _indices(partition: Partition, n: int, which: int) -> Tensor:
-    return _edges(partition, n)[which].indices
-
-
-@torch.compiler.assume_constant_result
-def _keys(partition: Partition, n: int, which: int) -> int:
-    return _edges(partition, n)[which].num_keys
-
-
-def _list(partition: Partition, n: int, which: int, device: torch.device) -> EdgeList:
-    given = (partition, n, which)
-    return EdgeList(constant(_pointers, *given).to(device), constant(_indices, *given).to(device), _keys(*given))
-
-
-def member_pool(edges: EdgeList) -> Callable[[Tensor, str], Tensor]:
-    """The reduction of x (B, H, n, d) over each row's members: (B, H, rows, d)."""
-    row = torch.arange(edges.num_queries, device=edges.indices.device)
-    row = row.repeat_interleave(edges.indptr[0].diff(), output_size=edges.num_edges)  # (E,)
-
-    def reduce(x: Tensor, kind: str) -> Tensor:
-        members = x.index_select(2, edges.indices.long())  # (B, H, E, d)
-        if kind == "sum":
-            empty = members.new_zeros(*x.shape[:2], edges.num_queries, x.shape[3])
-            return empty.index_add(2, row, members)
-        empty = members.new_full((*x.shape[:2], edges.num_queries, x.shape[3]), -torch.inf)
-        return empty.scatter_reduce(2, row[:, None].expand(members.shape), members, "amax")
-
-    return reduce
+def nearby_and_sides(n: int) -> tuple[Sequence, Sequence]:
+    """Another: four neighbours on each side directly, what is before and what is behind as two groups."""
+    near = [range(max(0, i - 4), min(n, i + 5)) for i in range(n)]
+    return near, [[range(keys.start), range(keys.stop, n)] for keys in near]
 
 
 class CombinerPlan(Combiner):
     __doc__ = __doc__
     cost = "the plan's own"
     exponent = 2.0
+    grouped = False
+    data_dependent = True
+    examples = ({"plan": eights},)
+    gallery = {"plan": nearby_and_sides}
+    exceptions = {"compiles": "with key_mask every row has a plan of its own, which a compiled graph does not know"}
 
     @dataclass(frozen=True, kw_only=True)
     class Options(CombinerOptions):
         plan: Any = option(None, "a function n → (direct sets, groups), or a Partition")
 
-    def __init__(self, options: CombinerPlan.Options) -> None:
-        super().__init__(options)
+    def make_partition(self, options: CombinerPlan.Options) -> Partition:
         given = options.plan
         if isinstance(given, Partition):
             if given.causal != options.causal:
                 raise ValueError(
                     f"combiner-plan: plan has causal={given.causal}, the mechanism causal={options.causal}"
                 )
-            self._partition = given
-        elif callable(given):
-            self._partition = IndexSets(sets=given, causal=options.causal)
-        else:
-            raise TypeError(
-                f"combiner-plan: plan must be a function n → (direct, groups) or a Partition, not {given!r}"
-            )
+            return given
+        if callable(given):
+            return IndexSets(sets=given, causal=options.causal)
+        raise TypeError(f"combiner-plan: plan must be a function n → (direct, groups) or a Partition, not {given!r}")
 
-    @property
-    def partition(self) -> Partition:
-        return self._partition
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Rows of equal length together: a plan of one's own may divide every length in another way."""
+        if call.lengths is None:
+            return self._attend(q, k, v, call)
+        if torch.compiler.is_compiling():
+            raise ValueError("combiner-plan: key_mask is not supported in a compiled graph; call it eagerly")
+        rows = []
+        for b, size in enumerate(call.lengths.tolist()):
+            own = call._replace(key_mask=call.key_mask[b : b + 1, :size], lengths=None)
+            x, y, z = (t[b : b + 1, :, :size] for t in (q, k, v))
+            out = self._attend(x, y, z, own) if size else x
+            rows.append(F.pad(out, (0, 0, 0, q.shape[2] - size)))
+        return torch.cat(rows)
 
-    def combine(self, q, k, v, exists):
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Over edge lists: summaries to their members, queries to tokens and summaries."""
         n, scale = index(q.shape[2]), self.options.softmax_scale
-        groups, main = (_list(self._partition, n, which, q.device) for which in (0, 1))
-        keys, values = k, v
-        if groups.num_queries:
-            members, reduce = None if exists is None else exists[..., None], member_pool(groups)
-            query, key = (pooled(x, self.abstraction.pool, members, reduce) for x in self.abstraction.features(q, k))
-            inner = groups if exists is None else groups.masked(exists[:, 0], q.shape[1])
-            value = edge_attention(query, k, v, inner, scale=scale)
-            keys, values = torch.cat((k, key), 2), torch.cat((v, value), 2)  # (B, H, n + U, d)
-        if exists is not None:
-            alive = exists[:, 0]
-            if groups.num_queries:
-                alive = torch.cat((alive, (reduce(members.float(), "sum") > 0)[:, 0, :, 0]), 1)  # (B, n + U)
-            main = main.masked(alive, q.shape[1])
-        shape = (q.shape[0] * q.shape[1] // main.num_graphs, main.num_edges)
-        gate = F.dropout(q.new_ones(shape), self.drop) if self.drop else None
-        return edge_attention(q, keys, values, main, scale=scale, weight_gate=gate)
+        text = text_of(self.partition) if self._is_sized else text_of(self.partition, index(call.slots))
+        groups = group_count(text, n)
+        members, main = partition_edges(q, text, n, groups)
+        work = torch.promote_types(q.dtype, torch.float32)
+        x, y, z = (t.to(work) for t in (q, k, v))
+        keys, values, alive = y, z, call.key_mask
+        if groups:
+            about = {"is_max": self.abstraction.pool == "max", "key_mask": call.key_mask}
+            query, key = (member_pool(t, members, **about) for t in self.abstraction(x, y))  # (B, H, U, d)
+            value = edge_attention(query, y, z, members, scale=scale, key_mask=call.key_mask)
+            keys, values = torch.cat((y, key), 2), torch.cat((z, value), 2)  # (B, H, n + U, d)
+            alive = None if call.key_mask is None else torch.cat((call.key_mask, _alive(call.key_mask, members)), 1)
+        more = {"key_mask": alive, "dropout": call.dropout, "seed": call.seed}
+        return edge_attention(x, keys, values, main, scale=scale, **more).to(q.dtype)
+
+
+def member_pool(x: Tensor, members: EdgeList, *, is_max: bool, key_mask: Tensor | None) -> Tensor:
+    """The pool of x (B, H, n, d) over each group's real members: (B, H, U, d), 0 where there is none."""
+    row = members.rows
+    if key_mask is not None:
+        x = x.masked_fill(~key_mask[:, None, :, None], -torch.inf if is_max else 0)
+    inside = x.index_select(2, members.indices.long())  # (B, H, E, d)
+    shape = (*x.shape[:2], members.num_queries, x.shape[3])
+    if is_max:
+        top = inside.new_full(shape, -torch.inf).scatter_reduce(2, row[:, None].expand(inside.shape), inside, "amax")
+        return top.masked_fill(top == -torch.inf, 0)
+    total = inside.new_zeros(shape).index_add(2, row, inside)
+    real = torch.ones_like(x[:, :1, :, 0]) if key_mask is None else key_mask[:, None].to(x.dtype)  # (B, 1, n)
+    count = real.new_zeros(*real.shape[:2], members.num_queries).index_add(2, row, real[:, :, members.indices.long()])
+    return total / count.clamp(min=1)[..., None]
+
+
+def _alive(key_mask: Tensor, members: EdgeList) -> Tensor:
+    """Which groups have a real member, (B, U)."""
+    real = key_mask[:, members.indices.long()].float()  # (B, E)
+    return real.new_zeros(len(real), members.num_queries).index_add(1, members.rows, real) > 0

@@ -33,13 +33,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Capabilities
+from subquad.attention.base import Attention, Call, Capabilities, Record, Rows
 from subquad.attention.composite_slice_definition import Definition
+from subquad.attention.slicing import add_by_slice, slices
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
-from subquad.kernels.slices import add_by_slice, local_plan, slices
-from subquad.layers import Projections
 from subquad.positions import MultiScalePositions
+from subquad.supports.slices import Slices
+from subquad.supports.support import text_of
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # what queries, keys and values are projected from, (B, n, E) each
 
@@ -86,32 +87,50 @@ class SliceMLP(nn.Module):
     """Two layers that mix the L places of a slice, dropout on the units; causal by masks on the weights."""
 
     unread: Tensor
-    unsaid: Tensor
+    unwritten: Tensor
 
     def __init__(self, length: int, hidden: int, causal: bool) -> None:
         super().__init__()
         self.first = nn.Linear(length, hidden, bias=False)
         self.second = nn.Linear(hidden, length, bias=False)
-        place, turn = torch.arange(length), torch.arange(hidden) * length // hidden
-        self.register_buffer("unread", (place > turn[:, None]) & causal, persistent=False)  # (hidden, L)
-        self.register_buffer("unsaid", (turn > place[:, None]) & causal, persistent=False)  # (L, hidden)
+        place, last = torch.arange(length), torch.arange(hidden) * length // hidden
+        self.register_buffer("unread", (place > last[:, None]) & causal, persistent=False)  # (hidden, L)
+        self.register_buffer("unwritten", (last > place[:, None]) & causal, persistent=False)  # (L, hidden)
 
     def forward(self, v: Tensor, drop: float) -> Tensor:  # slices (B·m, L, E)
         first = self.first.weight.masked_fill(self.unread, 0)
-        second = self.second.weight.masked_fill(self.unsaid, 0)
+        second = self.second.weight.masked_fill(self.unwritten, 0)
         units = F.gelu(first.expand(len(v), -1, -1).bmm(v))  # (B·m, hidden, E)
         return second.expand(len(v), -1, -1).bmm(F.dropout(units, drop))
 
 
 class OwnWeights(nn.Module):
-    """Input projections of a coarser scale, in the form that `Projections` reads."""
+    """Input projections of a coarser scale, with the methods of the layer's own."""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.embed_dim = num_heads, head_dim, num_heads * head_dim
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * self.embed_dim, self.embed_dim))
-        self.in_proj_bias = None
+        self.head_dim, width = head_dim, num_heads * head_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         nn.init.xavier_uniform_(self.in_proj_weight)
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self._project(0, x)
+
+    def keys(self, x: Tensor) -> Tensor:
+        return self._project(1, x)
+
+    def values(self, x: Tensor) -> Tensor:
+        return self._project(2, x)
+
+    def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.queries(query), self.keys(key), self.values(value)
+
+    def _project(self, which: int, x: Tensor) -> Tensor:
+        weight = self.in_proj_weight.chunk(3)[which]
+        return F.linear(x, weight).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, n, d)
 
 
 def _each(change: Callable[[Tensor], Tensor], tokens: Tokens) -> Tokens:
@@ -127,11 +146,17 @@ class CompositeSlice(Attention):
     """Composite Slice attention; see the module docstring."""
 
     Options = SliceOptions
-    capabilities = Capabilities(level="layer")
+    capabilities = Capabilities(level="layer", weights=False)
     family = "multi-scale"
     paper = "Lee et al. 2023"
     cost = "n·α·L + n²/L²"
     exponent = 4 / 3  # with L near (2n/α)^(1/3); a fixed L is linear until n ≈ L³
+    examples = (
+        {},
+        {"slice_length": 8, "extension": 2.0, "positions": "ms-vipe", "max_length": 16384},
+        {"slice_length": 8, "levels": 3, "composition": "global-local", "pool": "linear", "share_weights": False},
+    )
+    gallery = {"slice_length": 8}
 
     def __init__(self, options: SliceOptions) -> None:
         super().__init__(options)
@@ -159,13 +184,13 @@ class CompositeSlice(Attention):
             raise ValueError(f"share_positions: the tables have shapes {mine} here and {theirs} there")
         self.positions = other.positions
 
-    def attend(self, q, k, v, key_mask):
+    def attend(self, q, k, v, call):
         raise TypeError(
             f"{self.name} works on tokens and their projections, not on q, k, v: use "
             f"subquad.MultiheadAttention(embed_dim, num_heads, attention={self.name!r})"
         )
 
-    def token_weights(self, query, key, project, key_mask):
+    def token_weights(self, query, key, project, key_mask, seed=None):
         raise TypeError(
             f"{self.name} has no single matrix of weights, it adds scales up: pass need_weights=False; "
             "attention.weights(query, key, value, project) gives the weights of each scale"
@@ -173,14 +198,22 @@ class CompositeSlice(Attention):
 
     # ---- the fast path ----
 
-    def attend_tokens(self, query, key, value, project, key_mask):
-        tokens = self._receive(query, key, value, key_mask)
-        return self._compose(tokens, project, key_mask, 0)
+    def attend_tokens(self, query, key, value, project, key_mask, seed=None):
+        self._check(query, key, value, key_mask)
+        rows = Rows.of(key_mask, align=True)
+        tokens = _each(lambda x: _clean(rows.align(x[:, None])[:, 0], rows.key_mask), (query, key, value))
+        out = _Composer(self, self._call(rows, seed, query.shape[1])).compose(tokens, project, rows.key_mask, 0)
+        out = out if rows.key_mask is None else _clean(out, rows.key_mask)
+        return rows.restore(out[:, None])[:, 0], Record()
 
-    def _receive(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tokens:
-        """The tokens, checked; whatever stands in padded slots becomes 0."""
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
         if not self.options.interpolate:
             self._validate_lengths(query.shape[1], key.shape[1])
+        if query.shape[2] != self.options.width:
+            raise ValueError(
+                f"{self.name}: tokens have width {query.shape[2]}, the heads together {self.options.width}: they must "
+                "be equal, because pooled outputs go through the same projections"
+            )
         for name, x in (("key", key), ("value", value)):
             if x.shape != query.shape:
                 raise ValueError(
@@ -188,101 +221,6 @@ class CompositeSlice(Attention):
                     f"{tuple(x.shape)}: pooled outputs go through the same projections"
                 )
         self._validate_mask(key[:, None], key_mask)
-        if key_mask is None:
-            return query, key, value
-        padded = ~key_mask[..., None]  # (B, n, 1)
-        return _each(lambda x: x.masked_fill(padded, 0), (query, key, value))
-
-    def _compose(self, tokens: Tokens, project: Projections, real: Tensor | None, scale: int) -> Tensor:
-        """The scale and all coarser ones: tokens (B, n, E) → (B, n, E). `real` bool (B, n): which exist."""
-        order, size = self.options.composition, self.options.slice_length
-        if scale == self.options.levels - 1:
-            return self._attend(tokens, project, real, scale, tokens[0].shape[1], 0)
-        if order == "local-global":
-            fine = self._mix(tokens, project, real, scale)  # (B, n, E)
-            pooled = (self._pool(fine, real, scale),) * 3  # (B, m, E)
-            return add_by_slice(fine, self._coarser(pooled, project, real, scale), size)
-        pooled = _each(lambda x: self._pool(x, real, scale), tokens)
-        coarse = self._coarser(pooled, project, real, scale)  # (B, m, 1, E)
-        if order == "global-local":
-            tokens = _each(lambda x: add_by_slice(x, coarse, size), tokens)
-        return add_by_slice(self._mix(tokens, project, real, scale), coarse, size)
-
-    def _coarser(self, pooled: Tokens, project: Projections, real: Tensor | None, scale: int) -> Tensor:
-        """What the next scale gives to every slice, (B, m, 1, E); causal: what it gives to the one before."""
-        project = project if self.options.share_weights else Projections(self.own[scale])
-        if real is not None:
-            real = torch.cat([x.any(2) for x in slices(real, self.options.slice_length)], 1)  # (B, m)
-        if not self.options.causal:
-            return self._compose(pooled, project, real, scale + 1)[:, :, None]
-        batch, m, width = pooled[0].shape
-        if m == 1:
-            return pooled[0].new_zeros(batch, 1, 1, width)
-        earlier = _each(lambda x: x[:, :-1], pooled)
-        out = self._compose(earlier, project, None if real is None else real[:, :-1], scale + 1)
-        return F.pad(out, (0, 0, 1, 0))[:, :, None]
-
-    def _pool(self, x: Tensor, real: Tensor | None, scale: int) -> Tensor:
-        """(B, n, E) → slice embeddings (B, m, E), padding excluded, sums in float32 at least."""
-        kind, work, size = x.dtype, torch.promote_types(x.dtype, torch.float32), self.options.slice_length
-        views = list(slices(x, size))  # (B, c, l, E)
-        masks = [None] * len(views) if real is None else list(slices(real, size))  # (B, c, l)
-        weight = self.pools[scale].to(work) if self.options.pool == "linear" else None  # (L,)
-        pieces = []
-        for view, mask in zip(views, masks, strict=True):
-            if self.options.pool == "max":
-                pieces.append(_masked_max(view, mask))
-            elif mask is None and weight is None:
-                pieces.append(view.mean(2, dtype=work))
-            else:
-                share = torch.ones_like(view[..., 0], dtype=work) if mask is None else mask.to(work)  # (B, c, l)
-                share = share / share.sum(2, keepdim=True).clamp(min=1)
-                share = share if weight is None else share * weight[: view.shape[2]]
-                pieces.append((share[:, :, None] @ view.to(work))[:, :, 0])
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).to(kind)
-
-    def _mix(self, tokens: Tokens, project: Projections, real: Tensor | None, scale: int) -> Tensor:
-        """Inside the slices: (B, n, E) → (B, n, E)."""
-        size = self.options.slice_length
-        if self.options.local == "attention":
-            return self._attend(tokens, project, real, scale, size, self.options.reach)
-        v = project.values(tokens[2]).transpose(1, 2).flatten(2)  # (B, n, E)
-        v = v if real is None else v.masked_fill(~real[..., None], 0)
-        batch, n, width = v.shape
-        whole = F.pad(v, (0, 0, 0, -n % size)).reshape(-1, size, width)  # (B·m, L, E)
-        return self.mlps[scale](whole, self.drop).view(batch, -1, width)[:, :n]
-
-    def _attend(self, tokens: Tokens, project: Projections, real: Tensor | None, scale: int, size: int, reach: int):
-        """Attention inside slices of `size`; the coarsest scale is one slice."""
-        q, k, v = project.together(*tokens)  # (B, H, n, d)
-        n, keys, causal = q.shape[2], [k], self.options.causal
-        if self.positions is not None:
-            q, keys = self._place(q, k, project, self.positions(scale, n), size, reach)
-        blocks = local_plan(n, size, reach, causal=causal, placed=self.positions is not None)
-        valid = None if real is None else [real[:, None]] * len(keys)
-        s, drop = self.options.softmax_scale, self.drop
-        out = merge_attention(q, keys, [v] * len(keys), blocks, scale=s, valid=valid, dropout=drop)  # (B, H, n, d)
-        return out.transpose(1, 2).flatten(2)
-
-    def _place(self, q: Tensor, k: Tensor, project: Projections, table: Tensor, size: int, reach: int):
-        """(x + P)W = xW + PW: the projected positions are added to the projected tokens.
-
-        A key stands at another place of each extended slice it is in, so each neighbour sees keys of its own.
-        """
-        table = table[None, reach:] if self.options.causal else table[None]  # (1, reach + size [+ reach], E)
-        nowhere = torch.zeros_like(table[:, :1])  # takes out the bias, which xW already has
-        pq = project.queries(table[:, reach : reach + size]) - project.queries(nowhere)  # (1, H, size, d)
-        pk = project.keys(table) - project.keys(nowhere)  # (1, H, rows, d)
-        places = [pk[:, :, reach : reach + size]]
-        if reach:
-            places.append(F.pad(pk[:, :, :reach], (0, 0, size - reach, 0)))  # the last r tokens, from the right
-        if reach and not self.options.causal:
-            places.append(F.pad(pk[:, :, reach + size :], (0, 0, 0, size - reach)))  # the first r, from the left
-
-        def put(x: Tensor, place: Tensor) -> Tensor:
-            return add_by_slice(x.transpose(1, 2), place.transpose(1, 2)[:, None], size).transpose(1, 2)
-
-        return put(q, pq), [put(k, place) for place in places]
 
     # ---- the definition ----
 
@@ -307,15 +245,131 @@ class CompositeSlice(Attention):
         return tuple(None if o.local == "mlp" and s < o.levels - 1 else found[s] for s in range(o.levels))
 
     def _define(self, query, key, value, project, key_mask, found):
-        tokens = self._receive(query, key, value, key_mask)
+        self._check(query, key, value, key_mask)
         real = torch.ones_like(query[..., 0], dtype=torch.bool) if key_mask is None else key_mask
-        return Definition(self, found).compose(tokens, project, real, 0)
+        if key_mask is None:
+            return Definition(self, found).compose((query, key, value), project, real, 0)
+        rows = []
+        for b, mask in enumerate(real):  # each row from its first real token to its last
+            places = mask.nonzero()[:, 0]
+            out = torch.zeros_like(query[b])
+            if len(places):
+                own = slice(int(places[0]), int(places[-1]) + 1)
+                one = [_clean(x[b : b + 1, own], mask[None, own]) for x in (query, key, value)]
+                piece = Definition(self, found).compose(one, project, mask[None, own], 0)
+                out = out.index_copy(0, torch.arange(own.start, own.stop, device=out.device), piece[0])
+            rows.append(out.masked_fill(~mask[:, None], 0))
+        return torch.stack(rows)
 
     def picture(self, n: int) -> Tensor:
         o, i, j = self.options, torch.arange(n)[:, None], torch.arange(n)
         first = i // o.slice_length * o.slice_length
         near = (j >= first - o.reach) & (j < first + o.slice_length + o.reach)
         return self.support(n) * torch.where(near, 1, 2)
+
+
+class _Composer:
+    """The fast path of one call: scales from the finest to the coarsest."""
+
+    def __init__(self, attention: CompositeSlice, call: Call) -> None:
+        self.attention, self.options, self.call = attention, attention.options, call
+
+    def compose(self, tokens: Tokens, project: Any, real: Tensor | None, scale: int) -> Tensor:
+        """The scale and all coarser ones: tokens (B, n, E) → (B, n, E). `real` bool (B, n): which exist."""
+        order, size = self.options.composition, self.options.slice_length
+        if scale == self.options.levels - 1:
+            return self._attend(tokens, project, real, scale, 0, 0)
+        if order == "local-global":
+            fine = self._mix(tokens, project, real, scale)  # (B, n, E)
+            pooled = (self._pool(fine, real, scale),) * 3  # (B, m, E)
+            return add_by_slice(fine, self._coarser(pooled, project, real, scale), size)
+        pooled = _each(lambda x: self._pool(x, real, scale), tokens)
+        coarse = self._coarser(pooled, project, real, scale)  # (B, m, 1, E)
+        if order == "global-local":
+            tokens = _each(lambda x: add_by_slice(x, coarse, size), tokens)
+        return add_by_slice(self._mix(tokens, project, real, scale), coarse, size)
+
+    def _coarser(self, pooled: Tokens, project: Any, real: Tensor | None, scale: int) -> Tensor:
+        """What the next scale gives to every slice, (B, m, 1, E); causal: what it gives to the one before."""
+        project = project if self.options.share_weights else self.attention.own[scale]
+        if real is not None:
+            real = torch.cat([x.any(2) for x in slices(real, self.options.slice_length)], 1)  # (B, m)
+        if not self.options.causal:
+            return self.compose(pooled, project, real, scale + 1)[:, :, None]
+        batch, m, width = pooled[0].shape
+        if m == 1:
+            return pooled[0].new_zeros(batch, 1, 1, width)
+        earlier = _each(lambda x: x[:, :-1], pooled)
+        out = self.compose(earlier, project, None if real is None else real[:, :-1], scale + 1)
+        return F.pad(out, (0, 0, 1, 0))[:, :, None]
+
+    def _pool(self, x: Tensor, real: Tensor | None, scale: int) -> Tensor:
+        """(B, n, E) → slice embeddings (B, m, E), padding excluded, sums in float32 at least."""
+        kind, work, size = x.dtype, torch.promote_types(x.dtype, torch.float32), self.options.slice_length
+        views = list(slices(x, size))  # (B, c, l, E)
+        masks = [None] * len(views) if real is None else list(slices(real, size))  # (B, c, l)
+        weight = self.attention.pools[scale].to(work) if self.options.pool == "linear" else None  # (L,)
+        pieces = []
+        for view, mask in zip(views, masks, strict=True):
+            if self.options.pool == "max":
+                pieces.append(_masked_max(view, mask))
+            elif mask is None and weight is None:
+                pieces.append(view.mean(2, dtype=work))
+            else:
+                share = torch.ones_like(view[..., 0], dtype=work) if mask is None else mask.to(work)  # (B, c, l)
+                share = share / share.sum(2, keepdim=True).clamp(min=1)
+                share = share if weight is None else share * weight[: view.shape[2]]
+                pieces.append((share[:, :, None] @ view.to(work))[:, :, 0])
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).to(kind)
+
+    def _mix(self, tokens: Tokens, project: Any, real: Tensor | None, scale: int) -> Tensor:
+        """Inside the slices: (B, n, E) → (B, n, E)."""
+        size = self.options.slice_length
+        if self.options.local == "attention":
+            return self._attend(tokens, project, real, scale, size, self.options.reach)
+        v = project.values(tokens[2]).transpose(1, 2).flatten(2)  # (B, n, E)
+        v = v if real is None else v.masked_fill(~real[..., None], 0)
+        batch, n, width = v.shape
+        whole = F.pad(v, (0, 0, 0, -n % size)).reshape(-1, size, width)  # (B·m, L, E)
+        return self.attention.mlps[scale](whole, self.call.dropout).view(batch, -1, width)[:, :n]
+
+    def _attend(self, tokens: Tokens, project: Any, real: Tensor | None, scale: int, size: int, reach: int):
+        """Attention inside slices of `size`; size=0: the coarsest scale is one slice."""
+        q, k, v = project.together(*tokens)  # (B, H, n, d)
+        n, keys, causal = q.shape[2], [k], self.options.causal
+        if self.attention.positions is not None:
+            q, keys = self._place(q, k, project, self.attention.positions(scale, n), size or n, reach)
+        support = Slices(causal=causal, size=size, reach=reach, placed=self.attention.positions is not None)
+        valid = [None if real is None else real[:, None]] * len(keys)
+        about = {"valid": valid, "dropout": self.call.dropout, "seed": self.call.seed}
+        values, scale_ = [v] * len(keys), self.options.softmax_scale
+        out = merge_attention(q, keys, values, text_of(support), "main", n, scale=scale_, **about)  # (B, H, n, d)
+        return out.transpose(1, 2).flatten(2)
+
+    def _place(self, q: Tensor, k: Tensor, project: Any, table: Tensor, size: int, reach: int):
+        """(x + P)W = xW + PW: the projected positions are added to the projected tokens.
+
+        A key stands at another place of each extended slice it is in, so each neighbour sees keys of its own.
+        """
+        table = table[None, reach:] if self.options.causal else table[None]  # (1, reach + size [+ reach], E)
+        nowhere = torch.zeros_like(table[:, :1])  # takes out the bias, which xW already has
+        pq = project.queries(table[:, reach : reach + size]) - project.queries(nowhere)  # (1, H, size, d)
+        pk = project.keys(table) - project.keys(nowhere)  # (1, H, rows, d)
+        places = [pk[:, :, reach : reach + size]]
+        if reach:
+            places.append(F.pad(pk[:, :, :reach], (0, 0, size - reach, 0)))  # the last r tokens, from the right
+        if reach and not self.options.causal:
+            places.append(F.pad(pk[:, :, reach + size :], (0, 0, 0, size - reach)))  # the first r, from the left
+
+        def put(x: Tensor, place: Tensor) -> Tensor:
+            return add_by_slice(x.transpose(1, 2), place.transpose(1, 2)[:, None], size).transpose(1, 2)
+
+        return put(q, pq), [put(k, place) for place in places]
+
+
+def _clean(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Tokens (B, n, E); whatever stands in padded slots becomes 0."""
+    return x if key_mask is None else x.masked_fill(~key_mask[..., None], 0)
 
 
 def _masked_max(x: Tensor, real: Tensor | None) -> Tensor:

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.layers import Projections
-
 
 class Definition:
     """The oracle of a `CompositeSlice`; `found` takes the weights of each scale as it goes."""
@@ -35,7 +33,7 @@ class Definition:
         cuts = [slice(first, first + o.slice_length) for first in range(0, real.shape[1], o.slice_length)]
         pooled = [torch.stack([self.pool(x[:, c], real[:, c], scale) for c in cuts], 1) for x in tokens]
         exists = torch.stack([real[:, c].any(1) for c in cuts], 1)  # (B, m)
-        project = project if o.share_weights else Projections(self.attention.own[scale])
+        project = project if o.share_weights else self.attention.own[scale]
         if not o.causal:
             return self.compose(pooled, project, exists, scale + 1)
         first = torch.zeros_like(pooled[0][:, :1])

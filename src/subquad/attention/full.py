@@ -7,6 +7,7 @@ With softmax it is `F.scaled_dot_product_attention`; another probability map ρ 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Attention, Capabilities
+import subquad.kernels.flash  # noqa: F401  (teaches the FLOP counter torch's own kernel)
+from subquad.attention.base import Attention, Call, Capabilities, Record, repeat_heads
+from subquad.core.hashing import dropout_factors
 from subquad.core.options import Options, option
 from subquad.probability import ProbabilityMap, probability_map
 
@@ -41,56 +44,87 @@ class Full(Attention):
     paper = "Vaswani et al. 2017"
     cost = "n²"
     exponent = 2.0
+    positional = False
+    grouped = True
+    examples = ({}, {"map": "entmax"}, {"map": "topk", "topk": 3}, {"map": "entmax", "alpha": "learn"})
 
     def __init__(self, options: MapOptions) -> None:
         super().__init__(options)
         self.map = options.probability_map(options.num_heads)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, seen: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, seen: Tensor | None = None) -> Tensor:
         """`seen`, bool (n, m) or (B, H, n, m): who may see whom, beside causality and the key mask."""
         if self.options.map != "softmax":
-            weights = F.dropout(self.define(q, k, key_mask, seen), self.drop)
-            return weights.to(v.dtype) @ v
-        causal, scale = self.options.causal, self.options.softmax_scale
-        if key_mask is None and seen is None:
-            return sdpa(q, k, v, None, causal=causal, scale=scale, drop=self.drop)
-        mask = self._seen(q, k, seen)
-        mask = mask if key_mask is None else mask & key_mask[:, None, None, :]
-        return sdpa(q, k, v, mask, causal=False, scale=scale, drop=self.drop)
+            k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+            weights = masked_map(self.map, q, k, self._seen(q, k, seen), call.key_mask, self.options.softmax_scale)
+            return drop(weights, call).to(v.dtype) @ v
+        mask = None if seen is None and call.key_mask is None else self._seen(q, k, seen)
+        mask = mask if call.key_mask is None or mask is None else mask & call.key_mask[:, None, None, :]
+        return sdpa(
+            q, k, v, mask, causal=self.options.causal and mask is None, call=call, scale=self.options.softmax_scale
+        )
 
-    def define(self, q: Tensor, k: Tensor, key_mask: Tensor | None, seen: Tensor | None = None) -> Tensor:
-        return masked_map(self.map, q, k, self._seen(q, k, seen), key_mask, self.options.softmax_scale)
+    def define(self, q: Tensor, k: Tensor, call: Call, seen: Tensor | None = None) -> Tensor:
+        return masked_map(self.map, q, k, self._seen(q, k, seen), call.key_mask, self.options.softmax_scale)
 
     def _seen(self, q: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
         full = torch.ones(q.shape[2] if self.options.causal else 1, k.shape[2], dtype=torch.bool, device=q.device)
         full = full.tril() if self.options.causal else full  # (n or 1, m)
         return full if seen is None else full & seen
 
-    def attend_tokens(self, query, key, value, project, key_mask, seen=None):
+    def attend_tokens(self, query, key, value, project, key_mask, seed=None, seen=None):
         if seen is None:
-            return super().attend_tokens(query, key, value, project, key_mask)
+            return super().attend_tokens(query, key, value, project, key_mask, seed)
         q, k, v = project.together(query, key, value)  # (B, H, n, d)
-        return self.attend(q, k, v, key_mask, seen).transpose(1, 2).flatten(2)
+        self._validate(q, k, v, key_mask)
+        rows, q, k, v = self._begin(q, k, v, key_mask)
+        return self.attend(q, k, v, self._call(rows, seed, q.shape[2]), seen).transpose(1, 2).flatten(2), Record()
 
-    def token_weights(self, query, key, project, key_mask, seen=None):
-        return self.define(project.queries(query), project.keys(key), key_mask, seen)
+    def token_weights(self, query, key, project, key_mask, seed=None, seen=None):
+        if seen is None:
+            return super().token_weights(query, key, project, key_mask, seed)
+        q, k = project.queries(query), project.keys(key)
+        rows, q, k, _ = self._begin(q, k, k, key_mask)
+        return self.define(q, repeat_heads(k, q.shape[1]), self._call(rows, seed, q.shape[2]), seen)
 
 
-def sdpa(q, k, v, mask: Tensor | None, *, causal: bool, scale: float, drop: float) -> Tensor:
-    """torch's fused attention with our conventions: half precision on the CPU in float32, empty rows 0."""
-    kind, empty = q.dtype, None
-    if q.device.type == "cpu" and kind in (torch.float16, torch.bfloat16):
-        q, k, v = q.float(), k.float(), v.float()
+def sdpa(q, k, v, mask: Tensor | None, *, causal: bool, scale: float, call: Call) -> Tensor:
+    """torch's fused attention with our conventions: half precision in float32, empty rows 0, dropout by the seed."""
+    kind, empty, work = q.dtype, None, torch.promote_types(q.dtype, torch.float32)
+    q, k, v = q.to(work), k.to(work), v.to(work)
     if mask is not None:
         empty = ~mask.any(-1, keepdim=True)  # (…, n or 1, 1)
         mask = mask | empty  # a row with nothing to see runs over everything, and is erased below
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal, scale=scale)
+    if call.dropout:
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        scores = q @ k.mT * scale
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril() if causal else mask
+        weights = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+        out = drop(weights.softmax(-1), call) @ v
+    else:
+        grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped)
+    out = out.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan)  # the fused kernel may give 0 for such a query
     return (out if empty is None else out.masked_fill(empty, 0)).to(kind)
 
 
-def masked_map(rho: ProbabilityMap, q, k, seen: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
+def drop(weights: Tensor, call: Call) -> Tensor:
+    """Dropout on weights (B, H, n, m), by the seed of the call."""
+    if not call.dropout:
+        return weights
+    assert call.seed is not None
+    b, h, n, m = weights.shape
+    instance = torch.arange(b * h, device=weights.device).view(b, h, 1, 1)
+    row, column = torch.arange(n, device=weights.device)[:, None], torch.arange(m, device=weights.device)
+    return weights * dropout_factors(call.seed.to(weights.device), call.dropout, instance, row, column).to(
+        weights.dtype
+    )
+
+
+def masked_map(
+    rho: Callable[[Tensor, Tensor], Tensor], q: Tensor, k: Tensor, seen: Tensor, key_mask: Tensor | None, scale: float
+) -> Tensor:
     """The definition of every pattern: ρ over the allowed keys. seen broadcasts to (B, H, n, m)."""
-    if q.dtype in (torch.float16, torch.bfloat16):
-        q, k = q.float(), k.float()
+    work = torch.promote_types(q.dtype, torch.float32)
     allowed = seen if key_mask is None else seen & key_mask[:, None, None, :]
-    return rho(q @ k.mT * scale, allowed)
+    return rho(q.to(work) @ k.to(work).mT * scale, allowed)

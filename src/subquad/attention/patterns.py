@@ -4,16 +4,17 @@
 
 The sets come from `supports.patterns`. With p > 1 families `heads` says how a layer uses them (section 5):
 `sequential` layer l takes family l mod p, `union` every head takes all families at once, `multihead` the heads
-are split evenly over the families. Softmax over regular sets runs as blocks through the merge kernel; other
-sets, and other probability maps ρ, run over the edge list; what is nearly dense, as on short sequences, runs as
-masked full attention.
+are split evenly over the families. Softmax over regular sets runs as blocks through the merge kernel; other sets, and
+other probability maps ρ, run over the edge list (in a compiled graph other maps run on the whole matrix of scores).
+
+Sizes that the options leave open are decided when the module is made, from `max_length`; without that they follow from
+the length of each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import index
 from typing import Any, ClassVar, Literal
 
@@ -21,17 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Capabilities
-from subquad.attention.full import MapOptions, masked_map, sdpa
+from subquad.attention.base import Attention, Call
+from subquad.attention.full import MapOptions, masked_map
 from subquad.core.options import option
-from subquad.kernels.blocks import plan, unplan
-from subquad.kernels.constants import constant
-from subquad.kernels.edges import EdgeList, edge_attention, edge_map, edge_scores, edge_sum
+from subquad.kernels.edges import edge_attention, edge_mapped_attention
 from subquad.kernels.merge import merge_attention
-from subquad.supports import patterns as supports
+from subquad.kernels.tables import UNION, pattern_edges, pattern_mask
+from subquad.supports import drawn, patterns
 from subquad.supports.patterns import Pattern
-
-DENSE = 0.75  # share of all pairs from which on blocks are not worth their while
+from subquad.supports.support import text_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,76 +39,45 @@ class PatternOptions(MapOptions):
     layer_index: int = option(0, "heads=sequential: number of the layer, picks family layer_index mod p", ge=0)
 
 
-@lru_cache(maxsize=128)
-def _blocks(pattern: Pattern, n: int, family: int | None) -> tuple[int, ...] | None:
-    parts = pattern.parts(n, family)
-    return None if parts is None else plan(parts, n, pattern.drawn(n))
-
-
-@lru_cache(maxsize=16)
-def _edges(pattern: Pattern, n: int, family: int | None) -> EdgeList:
-    return pattern.edges(n, family)
-
-
-@torch.compiler.assume_constant_result
-def _plan(pattern: Pattern, n: int, family: int | None) -> tuple[int, ...] | None:
-    """The blocks for length n, None for sets that have none. A compiled graph takes it as a constant."""
-    return _blocks(pattern, n, family)
-
-
-@lru_cache(maxsize=128)
-def _nearly_dense(pattern: Pattern, n: int, family: int | None) -> bool:
-    blocks = _blocks(pattern, n, family)
-    return blocks is not None and sum(p.blocks * p.q_len * p.k_len for p in unplan(blocks)) > DENSE * n * n
-
-
-@torch.compiler.assume_constant_result
-def _runs_dense(pattern: Pattern, n: int, family: int | None) -> bool:
-    """Blocks that multiply most of all n² pairs are slower than one masked product (causal ones save a half)."""
-    return n >= 256 and not pattern.causal and _nearly_dense(pattern, n, family)
-
-
-@torch.compiler.assume_constant_result
-def _bucket_count(pattern: Pattern, n: int, family: int | None) -> int:
-    return len(_edges(pattern, n, family).buckets[0])
-
-
-def _mask(pattern: Pattern, n: int, family: int | None) -> Tensor:
-    return pattern.mask(n, family)
-
-
-def _indptr(pattern: Pattern, n: int, family: int | None) -> Tensor:
-    return _edges(pattern, n, family).indptr
-
-
-def _indices(pattern: Pattern, n: int, family: int | None) -> Tensor:
-    return _edges(pattern, n, family).indices
-
-
-def _bucket(pattern: Pattern, n: int, family: int | None, bucket: int, which: int) -> Tensor:
-    """The slots (which = 0) or the mask (1) of a bucket."""
-    return _edges(pattern, n, family).buckets[0][bucket][which]
-
-
-def _place(pattern: Pattern, n: int, family: int | None) -> Tensor:
-    return _edges(pattern, n, family).buckets[1]
-
-
 class PatternAttention(Attention):
     """Attention over the sets of a pattern; a subclass names the pattern and its options."""
 
-    capabilities = Capabilities()
     family = "sparse pattern"
-    passed: ClassVar[tuple[str, ...]] = ()  # options that are the pattern's own
+    grouped = True
+    kind: ClassVar[type[Pattern]]
+    own_options: ClassVar[tuple[str, ...]] = ()  # options that are the pattern's
+    free_size: ClassVar[str] = ""  # the option that, left open, follows the length
 
-    def __init__(self, options: PatternOptions) -> None:
+    def __init__(self, options: Any) -> None:
         super().__init__(options)
-        self.pattern = self.make_pattern(options)
+        pattern = self.make_pattern(options)
+        if options.max_length is not None:
+            pattern = pattern.sized(options.max_length)
+        self.pattern: Any = pattern
+        self._is_sized = pattern.sized(4) == pattern
+        self._has_parts = pattern.has_parts
         self.maps: Any = nn.ModuleList(options.probability_map(len(heads)) for heads, _ in self.head_groups())
 
     def make_pattern(self, options: Any) -> Pattern:
-        own = {key: getattr(options, key) for key in self.passed}
-        return getattr(supports, type(self).__name__)(causal=options.causal, **own)
+        own = {key: getattr(options, key) for key in self.own_options}
+        return self.kind(causal=options.causal, **own)
+
+    def sized(self, n: int) -> Any:
+        """The pattern with every size decided, for a call of length n."""
+        return self.pattern if self._is_sized else self.pattern.sized(n)
+
+    def _text(self, slots: int) -> str:
+        """The text of that pattern; with open sizes a compiled graph is one for this length."""
+        return text_of(self.pattern) if self._is_sized else text_of(self.pattern, index(slots))
+
+    @property
+    def data_dependent(self) -> bool:
+        """Edge lists have a length of their own."""
+        return not self._has_parts or self.options.map != "softmax"
+
+    @property
+    def _follows_length(self) -> bool:
+        return getattr(self.options, self.free_size, 1) is None and self.options.max_length is None
 
     def head_groups(self) -> list[tuple[range, int | None]]:
         """Which heads use which family; None = the union of all."""
@@ -121,72 +89,120 @@ class PatternAttention(Attention):
         cuts = [heads * f // p for f in range(p + 1)]
         return [(range(cuts[f], cuts[f + 1]), f) for f in range(p) if cuts[f] < cuts[f + 1]]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        outs = []
-        for rho, (heads, family) in zip(self.maps, self.head_groups(), strict=True):
-            chosen = slice(heads.start, heads.stop)
-            outs.append(self._attend(q[:, chosen], k[:, chosen], v[:, chosen], key_mask, family, rho))
+    # ---- the fast path ----
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        text = self._text(call.slots)
+        if self.options.map == "softmax" and self._has_parts:
+            return self._by_blocks(text, q, k, v, call)
+        if self.options.map == "softmax":
+            edges = self._edges(text, q, call.lengths)
+            about = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed}
+            return edge_attention(q, k, v, edges, scale=self.options.softmax_scale, **about)
+        return self._mapped(text, q, k, v, call)
+
+    def _by_blocks(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Softmax over regular sets: blocks, a group of heads at a time."""
+        about = {"lengths": call.lengths, "valid": [call.exists], "dropout": call.dropout, "seed": call.seed}
+        outs, scale = [], self.options.softmax_scale
+        for heads, family in self.head_groups():
+            which = "union" if family is None else str(family)
+            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
+            outs.append(merge_attention(x, [y], [z], text, which, q.shape[2], scale=scale, **about))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
-    def _attend(self, q, k, v, key_mask, family, rho) -> Tensor:
-        n, scale = index(q.shape[2]), self.options.softmax_scale  # index: one compiled graph per length
-        given = (self.pattern, n, family)
-        blocks = _plan(*given) if self.options.map == "softmax" else None
-        if blocks is not None and _runs_dense(*given):
-            seen = constant(_mask, *given).to(q.device)  # (n, n)
-            seen = seen if key_mask is None else seen & key_mask[:, None, None, :]
-            return sdpa(q, k, v, seen, causal=False, scale=scale, drop=self.drop)
-        if blocks is not None:
-            valid = None if key_mask is None else [key_mask[:, None]]
-            return merge_attention(q, [k], [v], blocks, scale=scale, valid=valid, dropout=self.drop)
-        edges = EdgeList(constant(_indptr, *given).to(q.device), constant(_indices, *given).to(q.device), n)
-        if self.options.map != "softmax":
-            return self._mapped(q, k, v, key_mask, family, rho, edges)
-        if key_mask is not None:
-            edges = edges.masked(key_mask, q.shape[1])
-        shape = (q.shape[0] * q.shape[1] // edges.num_graphs, edges.num_edges)
-        gate = F.dropout(q.new_ones(shape), self.drop) if self.drop else None
-        return edge_attention(q, k, v, edges, scale=scale, weight_gate=gate)
+    def _families(self) -> list[int]:
+        """The family of every head, or of all of them."""
+        groups = self.head_groups()
+        numbers = [UNION if family is None else family for _, family in groups]
+        return (
+            numbers if len(groups) == 1 else [f for (heads, _), f in zip(groups, numbers, strict=True) for _ in heads]
+        )
 
-    def _mapped(self, q, k, v, key_mask, family, rho, edges: EdgeList) -> Tensor:
-        """Any probability map over the edges: scores, map, sum."""
-        heads, given = q.shape[1], (self.pattern, index(q.shape[2]), family)
-        pairs = [
-            (constant(_bucket, *given, b, 0).to(q.device), constant(_bucket, *given, b, 1).to(q.device))
-            for b in range(_bucket_count(*given))
-        ]
-        buckets = pairs, constant(_place, *given).to(q.device)
-        allowed = None
-        if key_mask is not None:
-            allowed = key_mask[:, edges.indices.long()].repeat_interleave(heads, 0)  # (B·H, E)
-        scores = edge_scores(q, k, edges, scale=self.options.softmax_scale)  # (B·H, E)
-        weights = edge_map(scores, edges, rho, heads, allowed=allowed, buckets=buckets)
-        return edge_sum(F.dropout(weights, self.drop), v, edges, heads)
+    def _edges(self, text: str, q: Tensor, lengths: Tensor | None):
+        return pattern_edges(q, text, self._families(), q.shape[2], q.shape[1], lengths)
 
-    def define(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-        outs = []
-        for rho, (heads, family) in zip(self.maps, self.head_groups(), strict=True):
-            chosen = slice(heads.start, heads.stop)
-            seen = self.pattern.mask(q.shape[2], family).to(q.device)
-            outs.append(masked_map(rho, q[:, chosen], k[:, chosen], seen, key_mask, self.options.softmax_scale))
-        return torch.cat(outs, 1)
+    def _mapped(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Any probability map: over the edges of each run of rows of equal length, or in a compiled graph dense."""
+        if torch.compiler.is_compiling():
+            seen = pattern_mask(q, text, self._families(), q.shape[2], call.lengths)  # (B, 1 or H, n, n)
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            weights = masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
+            return F.dropout(weights, call.dropout).to(v.dtype) @ v
+        scale, n = self.options.softmax_scale, q.shape[2]
+        sizes = [n] * len(q) if call.lengths is None else call.lengths.tolist()
+        out, first = torch.zeros_like(q), 0
+        for b in range(1, len(q) + 1):
+            if b < len(q) and sizes[b] == sizes[first]:
+                continue
+            rows, size = slice(first, b), sizes[first]
+            first = b
+            if size:
+                x, y, z = (t[rows, :, :size] for t in (q, k, v))
+                about = {"dropout": call.dropout, "seed": call.seed}
+                mask = None if call.key_mask is None else call.key_mask[rows, :size]
+                edges = self._edges(text, x, None)
+                found = edge_mapped_attention(x, y, z, edges, self.map_of_heads, scale=scale, key_mask=mask, **about)
+                out = out.index_put((torch.arange(rows.start, rows.stop)[:, None, None], *_slots(x)), found)
+        return out
+
+    def map_of_heads(self, scores: Tensor, allowed: Tensor) -> Tensor:
+        """ρ of every head: scores and mask (B, H, …, keys)."""
+        if len(self.maps) == 1:
+            return self.maps[0](scores, allowed)
+        allowed = allowed.expand(scores.shape)
+        groups = [slice(heads.start, heads.stop) for heads, _ in self.head_groups()]
+        pieces = [rho(scores[:, g], allowed[:, g]) for rho, g in zip(self.maps, groups, strict=True)]
+        return torch.cat(pieces, 1)
+
+    # ---- the definition ----
+
+    def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        seen = self._seen(self.sized(call.slots), q.shape[2]).to(q.device)
+        return masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
 
     def support(self, n: int) -> Tensor:
-        groups = self.head_groups()
-        if len(groups) == 1:
-            return self.pattern.mask(n, groups[0][1])
-        return torch.cat([self.pattern.mask(n, f).expand(len(heads), n, n) for heads, f in groups])
+        seen = self._seen(self.sized(n), n)
+        return seen[0] if len(seen) == 1 else seen
+
+    def _seen(self, pattern: Pattern, n: int) -> Tensor:
+        """bool (1 or H, n, n)."""
+        masks = {f: pattern.mask(n, None if f == UNION else f) for f in set(self._families())}
+        return torch.stack([masks[f] for f in self._families()])
+
+
+def _heads(x: Tensor, heads: range, total: int) -> Tensor:
+    """Some of the query heads, or the key heads that serve them; where a key head serves others too, a copy each."""
+    if len(heads) == total:
+        return x
+    group = total // x.shape[1]
+    if heads.start % group or heads.stop % group:
+        return x.repeat_interleave(group, 1)[:, heads.start : heads.stop]
+    return x[:, heads.start // group : heads.stop // group]
+
+
+def _slots(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.arange(x.shape[1], device=x.device)[:, None], torch.arange(x.shape[2], device=x.device)
 
 
 class Strided(PatternAttention):
-    __doc__ = supports.Strided.__doc__
+    __doc__ = patterns.Strided.__doc__
+    kind = patterns.Strided
     paper = "Child et al. 2019; Yun et al. 2020, eq. 4"
     cost = "n·√n"
-    passed = ("w",)
+    own_options = ("w",)
+    free_size = "w"
+    examples = (
+        {},
+        {"w": 4, "heads": "union"},
+        {"w": 4, "heads": "multihead"},
+        {"layer_index": 1, "map": "sparselin-gen"},
+    )
+    gallery = {"heads": "union"}
 
     @property
     def exponent(self) -> float:
-        return 1.5 if self.options.w is None else 2.0
+        return 1.5 if self._follows_length else 2.0
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
@@ -194,14 +210,18 @@ class Strided(PatternAttention):
 
 
 class Fixed(PatternAttention):
-    __doc__ = supports.Fixed.__doc__
+    __doc__ = patterns.Fixed.__doc__
+    kind = patterns.Fixed
     paper = "Child et al. 2019; Yun et al. 2020, eq. 5"
     cost = "n·√n"
-    passed = ("w", "close")
+    own_options = ("w", "close")
+    free_size = "w"
+    examples = ({}, {"w": 5, "layer_index": 1}, {"w": 5, "heads": "union", "close": True})
+    gallery = {"heads": "union"}
 
     @property
     def exponent(self) -> float:
-        return 1.5 if self.options.w is None else 2.0
+        return 1.5 if self._follows_length else 2.0
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
@@ -210,11 +230,14 @@ class Fixed(PatternAttention):
 
 
 class Star(PatternAttention):
-    __doc__ = supports.Star.__doc__
+    __doc__ = patterns.Star.__doc__
+    kind = patterns.Star
     paper = "Guo et al. 2019; Yun et al. 2020, eq. 6"
     cost = "n·w"
     exponent = 1.0
-    passed = ("w", "relay")
+    own_options = ("w", "relay")
+    examples = ({}, {"w": 2, "relay": "first"})
+    gallery = {"w": 2, "relay": "first"}
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
@@ -223,24 +246,31 @@ class Star(PatternAttention):
 
 
 class Random(PatternAttention):
-    __doc__ = supports.Random.__doc__
+    __doc__ = drawn.Random.__doc__
+    kind = drawn.Random
     paper = "Yun et al. 2020, section 5"
     cost = "density·n²"
     exponent = 2.0
-    passed = ("density", "seed")
+    own_options = ("density", "seed", "shared", "layer_index", "num_heads")
+    examples = ({}, {"density": 0.5, "seed": 3, "shared": True})
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
         density: float = option(0.1, "share of the keys that a query draws", gt=0, le=1)
         seed: int = option(0, "seed of the draw", ge=0)
+        shared: bool = option(False, "one graph for all heads and layers instead of one each")
+        heads: Literal["multihead"] = option("multihead", "every head has a graph of its own, or all share one")
 
 
 class Longformer(PatternAttention):
-    __doc__ = supports.Longformer.__doc__
+    __doc__ = patterns.Longformer.__doc__
+    kind = patterns.Longformer
     paper = "Beltagy et al. 2020"
     cost = "n·window"
     exponent = 1.0
-    passed = ("window", "global_tokens")
+    own_options = ("window", "global_tokens")
+    examples = ({"window": 7}, {"window": 8, "global_tokens": 3})
+    gallery = {"window": 8, "global_tokens": 2}
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
@@ -249,11 +279,14 @@ class Longformer(PatternAttention):
 
 
 class BigBird(PatternAttention):
-    __doc__ = supports.BigBird.__doc__
+    __doc__ = drawn.BigBird.__doc__
+    kind = drawn.BigBird
     paper = "Zaheer et al. 2020"
     cost = "n·block"
     exponent = 1.0
-    passed = ("block", "random_blocks", "global_blocks", "window_blocks", "seed")
+    own_options = ("block", "random_blocks", "global_blocks", "window_blocks", "seed")
+    examples = ({}, {"block": 4, "random_blocks": 2, "global_blocks": 1})
+    gallery = {"block": 4, "random_blocks": 2, "global_blocks": 1}
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
@@ -270,24 +303,32 @@ class BigBird(PatternAttention):
 
 
 class Logsparse(PatternAttention):
-    __doc__ = supports.Logsparse.__doc__
-    paper = "Li et al. 2019"
+    __doc__ = patterns.Logsparse.__doc__
+    kind = patterns.Logsparse
+    paper = "Li et al. 2019; Ren et al. 2021, section 4.2"
     cost = "n·log n"
     exponent = 1.0
 
+    own_options = ("sets",)
+    examples = ({}, {"sets": "powers"})
+
+    @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
-        pass
+        sets: Literal["suffix", "powers"] = option("suffix", "Combiner's blocks, or Li et al.'s powers of two")
 
 
 class Axial(PatternAttention):
-    __doc__ = supports.Axial.__doc__
+    __doc__ = patterns.Axial.__doc__
+    kind = patterns.Axial
     paper = "Ho et al. 2019"
     cost = "n·√n"
-    passed = ("cols",)
+    own_options = ("cols",)
+    free_size = "cols"
+    examples = ({}, {"cols": 5, "heads": "multihead"})
 
     @property
     def exponent(self) -> float:
-        return 1.5 if self.options.cols is None else 2.0
+        return 1.5 if self._follows_length else 2.0
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
@@ -295,6 +336,18 @@ class Axial(PatternAttention):
             "union", "how heads and layers share row and column"
         )
         cols: int | None = option(None, "columns of the grid; None = ⌈√n⌉", ge=1)
+
+
+def window_and_relay(n: int) -> Tensor:
+    """An example of a user's own sets: two neighbours on each side, and everyone sees the first token."""
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    return ((i - j).abs() <= 2) | (j == 0)
+
+
+def butterfly(n: int) -> Tensor:
+    """Another example: positions that differ in at most one bit."""
+    gap = torch.arange(n)[:, None] ^ torch.arange(n)
+    return (gap & (gap - 1)) == 0
 
 
 class Custom(PatternAttention):
@@ -305,6 +358,8 @@ class Custom(PatternAttention):
     paper = "Yun et al. 2020, eq. 2"
     cost = "edges"
     exponent = 2.0
+    examples = ({"sets": window_and_relay},)
+    gallery = {"sets": butterfly}
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
@@ -312,7 +367,7 @@ class Custom(PatternAttention):
 
     def make_pattern(self, options: Any) -> Pattern:
         make = GivenSets(options.sets)
-        return supports.Custom(causal=options.causal, masks=make, families=make.families)
+        return patterns.Custom(causal=options.causal, masks=make, families=make.families)
 
 
 class GivenSets:

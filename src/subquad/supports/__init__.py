@@ -1,1 +1,1 @@
-"""Supports: who may attend to whom, as objects that feed the kernel, the checker and the picture."""
+"""Supports: who may attend to whom. Each is described once, and everything else is read off the description."""

@@ -2,23 +2,30 @@
 
 For every query i a plan names the *direct* set Ω_i^0, whose keys are attended one by one, and the *groups*
 Ω_i^1 … Ω_i^m, each attended through one summary. Together they are a partition of the support: disjoint, and their
-union is everything (causal: 0 … i). The classes here are the definition, simple and slow; the mechanisms run the
-same sets as blocks, and the tests hold the two against each other. Positions are 0-based, n is the length.
+union is everything (causal: 0 … i). Positions are 0-based, n is the length.
+
+A partition is described once. Its index sets (`direct`, `groups`) are the definition, simple and slow. For the kernels
+it gives the same sets as blocks: `group_sets` lists its kinds of summaries, source 1, 2, …, each with the shape of its
+pool; the plan "members:r" lets the summaries of source r attend to their members, the plan "main" lets the queries
+attend to tokens (source 0) and summaries. The tests hold the two against each other.
+
+Here is what all partitions share; `spans` has the plans over blocks of the sequence, `grids` those over a grid.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-POOLED = -1  # Group.asker: the local query is the pool of the members' queries
+from subquad.supports.support import GivenSupport, Support, parse
+
+POOLED = -1  # Group.query_position: the local query is the pool of the members' queries
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,13 @@ class Group:
     """One group Ω: the positions `over`, without `hole`.
 
     p(j|Ω) = softmax_j(q_Ω·k_j) over the members or, with `children` (a partition of the members into groups of
-    their own), p(j|Ω) = Σ_c softmax_c(q_Ω·k_c) p(j|c). q_Ω is the pool of the members' queries; with `asker` it
-    is the query at that position (0 where there is no such token), and k_Ω = Σ_j p(j|Ω) k_j.
+    their own), p(j|Ω) = Σ_c softmax_c(q_Ω·k_c) p(j|c). q_Ω is the pool of the members' queries; with `query_position`
+    it is the query at that position (0 where there is no such token), and k_Ω = Σ_j p(j|Ω) k_j.
     """
 
     over: Sequence[int]
     hole: int = -1
-    asker: int = POOLED
+    query_position: int = POOLED
     children: tuple[Group, ...] = field(default=(), hash=False)  # equal anyway when the rest is
 
     @property
@@ -69,26 +76,18 @@ class Cost(NamedTuple):
         return self.terms + self.groups + self.members
 
 
-def root(n: int) -> int:
-    """⌈√n⌉."""
-    return math.isqrt(n - 1) + 1 if n > 1 else 1
+class GroupSet(NamedTuple):
+    """One kind of summaries, a source of keys and values for the queries."""
 
-
-def default_span(n: int, depth: int = 1) -> int:
-    """The branching s ≈ n^(1/(depth+1)), which makes all levels equally wide, to the nearest 2^k or 3·2^k.
-
-    Blocks of these sizes fill the vector registers; between 32 and 256 they are the ones that run fastest.
-    """
-    ideal = n ** (1 / (depth + 1))
-    friendly = [b << e for e in range(24) for b in (2, 3)]
-    return min([1, *friendly], key=lambda s: abs(math.log(s / ideal)))
+    pool: str  # which members: "spans", "nodes", "nodes-back", "column", "row", "left", "right", "asked-row"
+    size: int = 0  # tokens of a span, or columns of the grid
+    below: int = 0  # the source that its members are in: 0 = the tokens
+    skip: int = 0  # that many first tokens are in no group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Partition:
+class Partition(Support):
     """A factorisation plan ω."""
-
-    causal: bool = False
 
     def direct(self, n: int, i: int) -> Iterable[int]:
         """Ω_i^0."""
@@ -97,6 +96,22 @@ class Partition:
     def groups(self, n: int, i: int) -> list[Group]:
         """Ω_i^1 … Ω_i^m, none of them empty."""
         raise TypeError(f"{type(self).__name__} leaves this to a subclass")
+
+    def group_sets(self, n: int) -> tuple[GroupSet, ...]:
+        """Sources 1, 2, … of the plan "main" for sequences of up to n tokens; sizes must be decided."""
+        raise TypeError(f"{type(self).__name__} is not made of blocks")
+
+    def unique_groups(self, n: int) -> tuple[list[Group], list[list[int]]]:
+        """Every group once, children before parents, and for every query the numbers of its groups."""
+        number: dict[Group, int] = {}
+
+        def add(group: Group) -> int:
+            for child in group.children:
+                add(child)
+            return number.setdefault(group, len(number))
+
+        rows = [[add(group) for group in self.groups(n, i)] for i in range(n)]
+        return list(number), rows
 
     def support(self, n: int, i: int) -> range:
         return range(i + 1) if self.causal else range(n)
@@ -158,143 +173,6 @@ def _count(found: np.ndarray, positions: Iterable[int]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed(Partition):
-    """Section 4.1: the own span of s tokens directly, every other span (causal: every earlier one) a group.
-
-    Eq. 10 is 1-based, says "mod" for "div" and drops the first span; here span(j) = ⌊j/s⌋ and all spans count.
-    """
-
-    span: int | None = None
-
-    def direct(self, n, i):
-        s = self.span or default_span(n)
-        return range(i // s * s, i + 1 if self.causal else min(n, i // s * s + s))
-
-    def groups(self, n, i):
-        s = self.span or default_span(n)
-        last = i // s if self.causal else -(-n // s)
-        return [_block(n, s, 1, a) for a in range(last) if a != i // s]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Logsparse(Partition):
-    """Section 4.2 and appendix B: i itself and, for every set bit l of i, block (i>>l)-1 of size 2^l.
-
-    A block of level 0 is one token, hence direct. Bidirectional adds the mirror image, the same on n-1-i.
-    """
-
-    def blocks(self, n: int, i: int) -> list[range]:
-        def before(i: int) -> list[range]:
-            levels = [level for level in range(i.bit_length()) if i >> level & 1]
-            return [range(((i >> level) - 1) << level, (i >> level) << level) for level in levels]
-
-        found = before(i)
-        if not self.causal:
-            found += [range(n - block.stop, n - block.start) for block in before(n - 1 - i)]
-        return found
-
-    def direct(self, n, i):
-        return [i, *(block.start for block in self.blocks(n, i) if len(block) == 1)]
-
-    def groups(self, n, i):
-        return [Group(block) for block in self.blocks(n, i) if len(block) > 1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axial(Partition):
-    """Section 4.3: the sequence as a grid, row by row; position i stands at (i // cols, i % cols)."""
-
-    cols: int | None = None
-
-    def width(self, n: int) -> int:
-        return self.cols or root(n)
-
-    def own_row(self, n: int, i: int) -> range:
-        start = i - i % self.width(n)
-        return range(start, i + 1 if self.causal else min(n, start + self.width(n)))
-
-    def direct(self, n, i):
-        """Own row (up to i) and own column (above)."""
-        c = self.width(n)
-        column = range(i % c, i if self.causal else n, c)
-        return [*self.own_row(n, i), *(j for j in column if j // c != i // c)]
-
-    def other_rows(self, n: int, i: int) -> list[int]:
-        c = self.width(n)
-        return [r for r in range(i // c if self.causal else -(-n // c)) if r != i // c]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxialVertical(Axial):
-    """Every other column a group, without the own row's element (causal: only the rows above)."""
-
-    def groups(self, n, i):
-        c = self.width(n)
-        every = _columns(n, c, i // c, self.causal)
-        return [group for column, group in enumerate(every) if column != i % c and group is not None]
-
-
-@lru_cache(maxsize=4096)
-def _columns(n: int, c: int, row: int, causal: bool) -> list[Group | None]:
-    """All columns as a row has them: above it, or without its element."""
-    if causal:
-        return [_unless_empty(range(column, row * c, c)) for column in range(c)]
-    return [_unless_empty(range(column, n, c), hole=row * c + column) for column in range(c)]
-
-
-def _unless_empty(over: range, hole: int = -1) -> Group | None:
-    group = Group(over, hole)
-    return group if group.size else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxialHorizontal(Axial):
-    """Every other row (causal: every earlier one) a group, without the own column's element.
-
-    `split`: two groups per row, strictly left and strictly right of the own column.
-    """
-
-    split: bool = False
-
-    def groups(self, n, i):
-        c = self.width(n)
-        every = [_rows(n, c, i % c, half) for half in ((-1, 1) if self.split else (0,))]
-        return [group for r in self.other_rows(n, i) for rows in every if (group := rows[r]) is not None]
-
-
-@lru_cache(maxsize=4096)
-def _rows(n: int, c: int, column: int, half: int) -> list[Group | None]:
-    """All rows without the column's element, or only what is left (-1) or right (1) of it."""
-    found = []
-    for start in range(0, n, c):
-        own, stop = start + column, min(n, start + c)
-        over = {0: range(start, stop), -1: range(start, min(stop, own)), 1: range(own + 1, stop)}[half]
-        found.append(_unless_empty(over, -1 if half else own))
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxialRowmajor(Axial):
-    """The own row directly, every other row (causal: every earlier one) a group that the own column asks.
-
-    The local query is the token's at (row, own column); where the last row is too short to have one, it is 0.
-    """
-
-    def direct(self, n, i):
-        return self.own_row(n, i)
-
-    def groups(self, n, i):
-        every = _asked_rows(n, self.width(n), i % self.width(n))
-        return [every[r] for r in self.other_rows(n, i)]
-
-
-@lru_cache(maxsize=4096)
-def _asked_rows(n: int, c: int, column: int) -> list[Group]:
-    """All rows, each asked by its token in the column."""
-    return [Group(range(start, min(n, start + c)), asker=start + column) for start in range(0, n, c)]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Routing(Partition):
     """Section 4.4: the own cluster directly, every other cluster a group (causal: their members up to i).
 
@@ -319,45 +197,8 @@ class Routing(Partition):
         return [Group(tuple(m)) for c, m in sorted(found.items()) if c != of[i]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tree(Partition):
-    """The remark in section 3.1: groups of groups. Level t has blocks of s^t tokens, t = 1 … depth.
-
-    Query i attends directly to its own block of s tokens, at level t < depth to the other blocks of s^t inside its
-    own block of s^(t+1), at the top to all other blocks. A block of level t > 1 is a group of its blocks of level
-    t-1. Causal: up to i, and earlier blocks only. depth=1 is `Fixed`; s ≈ n^(1/(depth+1)).
-    """
-
-    span: int | None = None
-    depth: int = 2
-
-    def branch(self, n: int) -> int:
-        return self.span or default_span(n, self.depth)
-
-    def direct(self, n, i):
-        return Fixed(span=self.branch(n), causal=self.causal).direct(n, i)
-
-    def groups(self, n, i):
-        s, found = self.branch(n), []
-        for level in range(1, self.depth + 1):
-            size = s**level
-            around = i // (size * s) * (size * s) if level < self.depth else 0
-            end = n if level == self.depth else min(n, around + size * s)
-            last = i // size if self.causal else -(-end // size)
-            found += [_block(n, s, level, a) for a in range(around // size, last) if a != i // size]
-        return found
-
-
-@lru_cache(maxsize=4096)
-def _block(n: int, s: int, level: int, a: int) -> Group:
-    """Block a of s^level tokens, a group of its blocks of s^(level-1)."""
-    over, inner = range(a * s**level, min(n, (a + 1) * s**level)), s ** (level - 1)
-    below = range(over.start // inner, -(-over.stop // inner)) if level > 1 else ()
-    return Group(over, children=tuple(_block(n, s, level - 1, b) for b in below))
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexSets(Partition):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IndexSets(GivenSupport, Partition):
     """A plan of your own: sets(n) gives (direct, groups), direct[i] positions and groups[i] lists of positions.
 
     With `causal` every set keeps its positions ≤ i, as the paper makes a causal plan of any other (Ω ∩ [i]).
@@ -389,12 +230,7 @@ def _index_sets(plan: IndexSets, n: int) -> tuple[list[tuple[int, ...]], list[li
     return kept, [[Group(members) for members in sets if members] for sets in cut]
 
 
-PLANS: dict[str, type[Partition]] = {
-    "fixed": Fixed,
-    "logsparse": Logsparse,
-    "axial-vertical": AxialVertical,
-    "axial-horizontal": AxialHorizontal,
-    "axial-rowmajor": AxialRowmajor,
-    "routing": Routing,
-    "tree": Tree,
-}
+@torch.compiler.assume_constant_result
+def group_sets_of(text: str, n: int) -> tuple[GroupSet, ...]:
+    """The group sets of a partition for length n: constants of a compiled graph."""
+    return cast(Partition, parse(text)).group_sets(n)

@@ -1,40 +1,41 @@
-"""Sparsity patterns: the index sets A_k^l of Yun et al., "O(n) Connections are Expressive Enough" (section 3).
+"""Sparsity patterns: index sets A_k^l, whom token k may attend to in family l of p (Yun et al., section 3.1).
 
-A pattern has p families of sets, l = 0 … p-1; token k of a layer with pattern l attends to A_k^l. Each class
-gives its definition as a predicate on positions (0-based), `allows`, and, where the sets are regular, the same
-sets once more as blocks for the kernel, `parts`. Masks, counts, edge lists and pictures come from the
-definition; the tests hold the two against each other.
+A pattern is described once, and everything else follows from it: the mask, the edge list (CSR), the plan of blocks for
+the kernel, the number of connections, the input of the theory's checkers. The definition is a predicate on positions
+(`allows`) or, for drawn patterns, the draw itself; `parts` gives the same sets as regular blocks where they have any,
+and the tests hold the two against each other.
 
 Everywhere `family` is l, or None for the union of the p families. Causal patterns keep the past half of each set,
-A_k ∩ {0 … k}, with the self-loop.
+A_k ∩ {0 … k}, with the self-loop, and the sets of query k depend on k and the options, never on n.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.kernels.blocks import FAR, Part, columns, diagonal, part, rows_to_keys, selves, windows
-from subquad.kernels.edges import EdgeList
+from subquad.core.numbers import root, triangle
+from subquad.supports.parts import FAR, Grid, Part, Plan, columns, diagonal, make_plan, rows_to_keys, selves, windows
+from subquad.supports.support import GivenSupport, Support
 
 ROWS = 1024  # masks of long sequences are made this many rows at a time
-RUN = 16  # drawn keys of this many blocks are copied at a time: they stay in the cache
+DENSE = 0.75  # share of all pairs from which on blocks are not worth their while
+
+Csr = tuple[np.ndarray, np.ndarray]  # indptr (n + 1,) int64, indices (E,) int32 ascending within a row
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pattern:
+class Pattern(Support):
     """A family of index sets for every length n."""
-
-    causal: bool = False
 
     families = 1  # p of the paper
 
-    def allows(self, family: int, i: Tensor, j: Tensor, n: int) -> Tensor:
+    def allows(self, family: int, i: np.ndarray, j: np.ndarray, n: int) -> np.ndarray:
         """Is j in A_i^l? Positions broadcast; causality is added by the caller."""
         raise TypeError(f"{type(self).__name__} is not given by a predicate")
 
@@ -46,61 +47,78 @@ class Pattern:
         """The blocks that parts with draws refer to."""
         return ()
 
+    @property
+    def has_parts(self) -> bool:
+        return self.parts(4, None) is not None
+
+    def plan(self, n: int, which: str) -> Plan:
+        """The blocks of family `which`, a number or "union"."""
+        family = None if which == "union" else int(which)
+        parts = self.parts(n, family)
+        if parts is None:
+            raise TypeError(f"{type(self).__name__} has no blocks")
+        plan = make_plan(parts, n, self.drawn(n))
+        if n >= 256 and not self.causal and plan.pairs > DENSE * n * n:  # one masked product is faster
+            return make_plan([_Masked.of(self.rows(n, family, 0, n))], n)
+        return plan
+
     # ---- from the definition ----
 
-    def rows(self, n: int, family: int | None, first: int, last: int) -> Tensor:
+    def rows(self, n: int, family: int | None, first: int, last: int) -> np.ndarray:
         """Rows first … last-1 of the mask, bool (last - first, n)."""
-        i, j = torch.arange(first, last)[:, None], torch.arange(n)
+        i, j = np.arange(first, last)[:, None], np.arange(n)
         chosen = range(self.families) if family is None else (family,)
-        seen = torch.stack([self.allows(f, i, j, n).expand(last - first, n) for f in chosen]).any(0)
+        seen = np.zeros((last - first, n), dtype=bool)
+        for f in chosen:
+            seen |= self.allows(f, i, j, n)
         return seen & (j <= i) if self.causal else seen
 
     def mask(self, n: int, family: int | None = None) -> Tensor:
         """bool (n, n), row = query."""
-        return self.rows(n, family, 0, n)
+        return torch.from_numpy(self.rows(n, family, 0, n))
 
-    def edges(self, n: int, family: int | None = None) -> EdgeList:
+    def csr(self, n: int, family: int | None = None) -> Csr:
         """The sets as CSR, made a strip of rows at a time."""
         strips = [self.rows(n, family, first, min(n, first + ROWS)) for first in range(0, n, ROWS)]
-        degrees = torch.cat([strip.sum(1) for strip in strips])
-        indices = torch.cat([strip.nonzero()[:, 1] for strip in strips]).int()
-        return edge_list(degrees, indices, n)
-
-    def sets(self, n: int, family: int | None = None) -> list[Tensor]:
-        """A_0^l … A_{n-1}^l, each an ascending index tensor."""
-        edges = self.edges(n, family)
-        return list(edges.indices.long().split(edges.indptr[0].diff().tolist()))
+        degrees = np.concatenate([strip.sum(1) for strip in strips])
+        return pointers(degrees), np.concatenate([strip.nonzero()[1] for strip in strips]).astype(np.int32)
 
     def connections(self, n: int, family: int | None = None) -> int:
         """Σ_k |A_k^l|."""
-        return self.edges(n, family).num_edges
+        return len(kept_csr(self, n, family)[1])
 
     def sparsity(self, n: int, family: int | None = None) -> float:
         """Share of the n² (causal: n(n+1)/2) possible connections that are absent."""
-        return 1 - self.connections(n, family) / (n * (n + 1) // 2 if self.causal else n * n)
+        return 1 - self.connections(n, family) / (triangle(n) if self.causal else n * n)
 
 
-def edge_list(degrees: Tensor, indices: Tensor, n: int) -> EdgeList:
-    """One graph from the number of keys per row and the keys in order."""
-    indptr = torch.zeros(1, len(degrees) + 1, dtype=torch.int64)
-    indptr[0, 1:] = degrees.cumsum(0)
-    return EdgeList(indptr, indices.int(), n)
+@lru_cache(maxsize=16)
+def kept_csr(pattern: Pattern, n: int, family: int | None) -> Csr:
+    return pattern.csr(n, family)
 
 
-def root(n: int) -> int:
-    """⌈√n⌉: the segment length that balances the two families."""
-    return math.isqrt(n - 1) + 1 if n > 1 else 1
+def pointers(degrees: np.ndarray) -> np.ndarray:
+    """Where the rows of a CSR list begin, from the number of keys per row."""
+    return np.concatenate(([0], degrees.cumsum())).astype(np.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dense(Pattern):
-    """Everyone to everyone."""
+@dataclass(frozen=True, eq=False)
+class _Masked(Part):
+    """Everyone to everyone under a mask: what a nearly dense pattern comes down to."""
 
-    def allows(self, family, i, j, n):
-        return (i >= 0) & (j >= 0)
+    mask: np.ndarray | None = None
 
-    def parts(self, n, family):
-        return [part((0, 1, 0, n, 1), (0, 0, n, 1), hi=0 if self.causal else FAR)]
+    @classmethod
+    def of(cls, mask: np.ndarray) -> _Masked:
+        whole = Grid.of(range(len(mask)))
+        return cls(whole, whole, rule=-1, mask=mask)
+
+    __hash__ = object.__hash__  # the mask is what it is: two of them are never the same part
+    __eq__ = object.__eq__
+
+    def allowed(self) -> np.ndarray:
+        assert self.mask is not None
+        return self.mask[None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +127,9 @@ class Strided(Pattern):
 
     w: int | None = None
     families = 2
+
+    def sized(self, n):
+        return replace(self, w=self.w or root(n))
 
     def reach(self, n: int) -> tuple[int, int, int]:
         w = self.w or root(n)
@@ -140,6 +161,9 @@ class Fixed(Pattern):
     close: bool = False
     families = 2
 
+    def sized(self, n):
+        return replace(self, w=self.w or root(n))
+
     def allows(self, family, i, j, n):
         w = self.w or root(n)
         if family == 0:
@@ -168,15 +192,18 @@ class Fixed(Pattern):
 
 @dataclass(frozen=True, kw_only=True)
 class Star(Pattern):
-    """Eq. 6 (Guo et al.): a ring in which everyone sees w neighbours on each side, and a relay token that sees
-    everyone and is seen by everyone. The relay is the last token; in a causal model nobody could see it there,
-    so `relay="first"` puts it in front.
+    """Eq. 6 (Guo et al.): a ring in which everyone sees w neighbours on each side, and a relay token that sees everyone
+    and is seen by everyone. The relay is the last token. Causal: the ring is cut, and nobody could see a relay at the
+    end, so there is none; `relay="first"` puts it in front.
     """
 
     w: int = 8
     relay: str = "last"
 
     def allows(self, family, i, j, n):
+        if self.causal:
+            near = (i - j >= 0) & (i - j <= self.w)
+            return near | (j == 0) if self.relay == "first" else near
         relay = n - 1 if self.relay == "last" else 0
         if n == 1:
             return i == j
@@ -185,19 +212,21 @@ class Star(Pattern):
         return (i == relay) | (j == relay) | near
 
     def parts(self, n, family):
-        w, m, hi = self.w, n - 1, 0 if self.causal else FAR
+        w, m = self.w, n - 1
+        if self.causal:
+            if self.relay == "last":
+                return windows(0, n, w, 0)
+            return windows(1, n, w, 0) + rows_to_keys(range(1, n), range(1)) + rows_to_keys(range(1), range(1))
         relay, first = (n - 1, 0) if self.relay == "last" else (0, 1)
         ring = range(first, first + m)
         if 2 * w + 1 >= m:
-            parts = rows_to_keys(ring, ring, hi=hi)
+            parts = rows_to_keys(ring, ring)
         else:
-            parts = windows(first, first + m, w, 0 if self.causal else w)
+            parts = windows(first, first + m, w, w)
             parts += rows_to_keys(ring[-w:], ring[:w], hi=w - m)  # round the end of the ring …
-            if not self.causal:
-                parts += rows_to_keys(ring[:w], ring[-w:], lo=m - w)  # … and back
-        if not (self.causal and self.relay == "last"):
-            parts += rows_to_keys(ring, range(relay, relay + 1))
-        return parts + rows_to_keys(range(relay, relay + 1), range(n), hi=hi)
+            parts += rows_to_keys(ring[:w], ring[-w:], lo=m - w)  # … and back
+        parts += rows_to_keys(ring, range(relay, relay + 1))
+        return parts + rows_to_keys(range(relay, relay + 1), range(n))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +256,9 @@ class Axial(Pattern):
     cols: int | None = None
     families = 2
 
+    def sized(self, n):
+        return replace(self, cols=self.cols or root(n))
+
     def allows(self, family, i, j, n):
         cols = self.cols or root(n)
         return i // cols == j // cols if family == 0 else i % cols == j % cols
@@ -243,129 +275,61 @@ class Axial(Pattern):
 
 @dataclass(frozen=True, kw_only=True)
 class Logsparse(Pattern):
-    """Li et al.: oneself and the tokens 1, 2, 4, 8 … steps away (to both sides when bidirectional)."""
-
-    def allows(self, family, i, j, n):
-        gap = (i - j).abs()
-        return (gap & (gap - 1)) == 0  # 0 or a power of two
-
-    def edges(self, n, family=None):
-        steps = torch.tensor([0] + [1 << b for b in range((n - 1).bit_length())])
-        offsets = torch.cat([-steps.flip(0), steps[1:]]) if not self.causal else -steps.flip(0)
-        keys = torch.arange(n)[:, None] + offsets  # (n, ≤ 2 log n + 1), ascending
-        real = (keys >= 0) & (keys < n)
-        return edge_list(real.sum(1), keys[real], n)
-
-
-@lru_cache(maxsize=8)
-def _drawn(pattern: Random | BigBird, n: int):
-    """What a seeded pattern drew for length n, kept for the next call."""
-    return pattern.draw(n)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Random(Pattern):
-    """Every query draws round(density · n) keys of its own (causal: of the i+1 it may see), itself among them."""
-
-    density: float = 0.1
-    seed: int = 0
-
-    def draw(self, n: int) -> EdgeList:
-        from subquad.supports.drawing import draw_rows
-
-        reach = torch.arange(1, n + 1) if self.causal else torch.full((n,), n)
-        degrees = (self.density * reach).round().long().clamp(min=1)
-        return edge_list(degrees, draw_rows(degrees, reach, self.seed), n)
-
-    def edges(self, n, family=None):
-        return _drawn(self, n)
-
-    def rows(self, n, family, first, last):
-        return self.edges(n).to_mask()[0, first:last]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BigBird(Pattern):
-    """Zaheer et al., by blocks of `block` tokens: every block sees `window_blocks` blocks around itself, the first
-    `global_blocks` blocks (which see everyone), and `random_blocks` blocks drawn among the other whole
-    blocks (causal: among the earlier ones).
+    """`suffix` (Ren et al. 2021, section 4.2 and Figure 1B): i itself and, for every suffix sum c > 0 of the binary
+    digits of i (i first, then i without its lowest set bit, and so on), the token c - 1: the last token of every block
+    of Combiner-Logsparse; bidirectional also the mirror image, the same on n-1-i.
+    `powers` (Li et al. 2019): oneself and the tokens 1, 2, 4, 8 … steps away, to both sides when bidirectional.
     """
 
-    block: int = 64
-    random_blocks: int = 3
-    global_blocks: int = 2
-    window_blocks: int = 3
-    seed: int = 0
+    sets: str = "suffix"
 
-    def draw(self, n: int) -> list[list[int]]:
-        """For every block the blocks it drew, ascending."""
-        whole, side = n // self.block, self.window_blocks // 2
-        generator = torch.Generator().manual_seed(self.seed)
-        drawn: list[list[int]] = []
-        for a in range(-(-n // self.block)):
-            order = torch.randperm(whole, generator=generator).tolist()
-            others = [x for x in order if x >= self.global_blocks and abs(x - a) > side and not (self.causal and x > a)]
-            drawn.append(sorted(others[: self.random_blocks]) if a >= self.global_blocks else [])
-        return drawn
+    def allows(self, family, i, j, n):
+        if self.sets == "powers":
+            gap = abs(i - j)
+            return (gap & (gap - 1)) == 0  # 0 or a power of two
+        before = self._ends_a_block(i, j)
+        return before if self.causal else before | self._ends_a_block(n - 1 - i, n - 1 - j)
 
-    def rows(self, n, family, first, last):
-        size, side = self.block, self.window_blocks // 2
-        i, j = torch.arange(first, last)[:, None], torch.arange(n)
-        a, b = i // size, j // size
-        picked = torch.zeros(-(-n // size), -(-n // size), dtype=torch.bool)
-        for block, drawn in enumerate(_drawn(self, n)):
-            picked[block, drawn] = True
-        seen = ((a - b).abs() <= side) | (a < self.global_blocks) | (b < self.global_blocks) | picked[a, b]
-        return seen & (j <= i) if self.causal else seen
+    @staticmethod
+    def _ends_a_block(i, j):
+        """j = i, or j + 1 is what is left of i when some of its lowest bits are cleared."""
+        c = j + 1
+        return (i == j) | ((c <= i) & ((i & -(c & -c)) == c))
 
-    def parts(self, n, family):
-        size, side, hi = self.block, self.window_blocks // 2, 0 if self.causal else FAR
-        g = min(self.global_blocks * size, n)
-        parts = self._window(g, n, size, side) + rows_to_keys(range(g, n), range(g))
-        first = 0
-        for a, drawn in enumerate(_drawn(self, n)):  # runs of blocks with equally many draws become one part
-            if drawn:
-                parts = self._join(parts, a, len(drawn), first, n)
-            first += len(drawn)
-        return parts + rows_to_keys(range(g), range(n), hi=hi)
+    def csr(self, n, family=None):
+        if self.sets == "powers":
+            steps = np.array([0] + [1 << b for b in range((n - 1).bit_length())])
+            offsets = -steps[::-1] if self.causal else np.concatenate([-steps[::-1], steps[1:]])
+            keys = np.arange(n)[:, None] + offsets  # (n, ≤ 2 log n + 1), ascending
+        else:
+            keys = self._suffixes(n)
+            if not self.causal:
+                both = np.concatenate([keys, np.where(keys < 0, -1, n - 1 - keys)[::-1]], 1)
+                keys = np.sort(both, 1)
+                keys[:, 1:][keys[:, 1:] == keys[:, :-1]] = -1  # oneself is in both halves
+                keys = np.sort(keys, 1)
+        real = (keys >= 0) & (keys < n)
+        return pointers(real.sum(1)), keys[real].astype(np.int32)
 
-    def drawn(self, n):
-        return tuple(block for blocks in _drawn(self, n) for block in blocks)
-
-    def _window(self, g: int, n: int, size: int, side: int) -> list[Part]:
-        hi = 0 if self.causal else FAR
-        ahead = 0 if self.causal else side
-        last = max(0, (n - g) // size - ahead)  # blocks before this one have a whole strip to the right
-        parts = []
-        for a in range(-(-(n - g) // size)):
-            start = g + a * size
-            if side <= a < last:  # interior: strips as overlapping views
-                if a == side:
-                    queries = (start, last - side, size, size, 1)
-                    parts.append(part(queries, (start - side * size, size, (side + 1 + ahead) * size, 1), hi=hi))
-                continue
-            rows = range(start, min(start + size, n))
-            keys = range(max(g, start - side * size), min(n, start + (ahead + 1) * size))
-            parts.append(part((rows[0], 1, 0, len(rows), 1), (keys[0], 0, len(keys), 1), hi=hi))
-        return parts
-
-    def _join(self, parts: list[Part], a: int, count: int, first: int, n: int) -> list[Part]:
-        """Block a sees `count` drawn blocks, whose numbers stand from `first` on."""
-        size, length = self.block, min(self.block, n - a * self.block)
-        p = parts[-1] if parts else None
-        if p and p.draws == count and p.q_len == length and p.q_start + p.blocks * size == a * size and p.blocks < RUN:
-            return [*parts[:-1], p._replace(blocks=p.blocks + 1)]
-        return [*parts, Part(a * size, 1, size, length, 1, first, count, count * size, 1, draws=count)]
+    @staticmethod
+    def _suffixes(n: int) -> np.ndarray:
+        """The keys before and at i, (n, bits + 1), ascending, -1 where there is none."""
+        left = np.arange(n)
+        keys = [left]
+        for _ in range(max(1, (n - 1).bit_length())):
+            keys.append(np.where(left > 0, left - 1, -1))
+            left = left & (left - 1)
+        return np.sort(np.stack(keys, 1), 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Custom(Pattern):
+class Custom(GivenSupport, Pattern):
     """A user's own sets: `masks(n)` gives the p masks of length n, bool (p, n, n)."""
 
     masks: Callable[[int], Tensor]
     families: int = 1
 
     def rows(self, n, family, first, last):
-        seen = self.masks(n)[:, first:last]  # (p, rows, n)
+        seen = self.masks(n)[:, first:last].cpu().numpy()  # (p, rows, n)
         seen = seen.any(0) if family is None else seen[family]
-        return seen & (torch.arange(n) <= torch.arange(first, last)[:, None]) if self.causal else seen
+        return seen & (np.arange(n) <= np.arange(first, last)[:, None]) if self.causal else seen

@@ -1,0 +1,168 @@
+"""Summaries of groups: one query, one key and one value for every group of a kind, all kinds of Combiner's partitions.
+
+A summary's query and key are pooled from its members' (`kernels.pools`), its value is what its query finds among its
+members. In an asked row nothing is pooled: with the query of the row's token in the own column as local query,
+p(j|Ω) = softmax_j(q·k_j), the summary's key is Σ_j p(j|Ω) k_j; a local query that does not exist (padding, or a last
+row too short) is 0.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.attention.base import Call
+from subquad.kernels.merge import merge_attention
+from subquad.kernels.pools import span_pool, spans_with_members
+from subquad.kernels.pools.shapes import anyone, binary_nodes, others, pooled, prefixes
+from subquad.supports.grids import has_groups
+from subquad.supports.partitions import GroupSet
+
+Source = tuple[Tensor, Tensor, Tensor | None]  # keys, values (B, H, m, d), which exist (B, 1, m) or None
+
+
+class Tokens(NamedTuple):
+    """What is attended, q, k and v (B, H, n, d), and the call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    call: Call
+
+
+def summarise(module: Any, text: str, number: int, group_set: GroupSet, tokens: Tokens, below: Source) -> Source:
+    """The summaries of source `number` of the partition `text`; their members are in `below`."""
+    features = module.abstraction(tokens.q, tokens.k)
+    find = _Finder(module, text, f"members:{number}", tokens)
+    if group_set.pool == "spans":
+        return _spans(module, group_set, tokens, features, below, find)
+    n = index(tokens.q.shape[2])  # grids and trees are made of numbers: a compiled graph is one for this length
+    if group_set.pool in ("nodes", "nodes-back"):
+        return _nodes(module, tokens, features, find, back=group_set.pool == "nodes-back")
+    if not has_groups(n, group_set.size, group_set.pool):
+        exists = tokens.call.exists
+        return tokens.k[:, :, :0], tokens.v[:, :, :0], None if exists is None else exists[:, :, :0]
+    if group_set.pool == "asked-row":
+        return _asked_rows(group_set.size, tokens, features, find)
+    return _grid_groups(module, group_set, tokens, features, find)
+
+
+class _Finder:
+    """Summaries attend to their members."""
+
+    def __init__(self, module: Any, text: str, which: str, tokens: Tokens) -> None:
+        self.module, self.text, self.which, self.tokens = module, text, which, tokens
+
+    def __call__(self, query: Tensor, source: Source) -> Tensor:
+        """What the queries (B, H, m, d) find among their members: (B, H, m, d)."""
+        keys, values, valid = source
+        n, call = self.tokens.q.shape[2], self.tokens.call
+        scale = self.module.options.softmax_scale
+        where = (self.text, self.which, n)
+        return merge_attention(query, [keys], [values], *where, scale=scale, lengths=call.lengths, valid=[valid])
+
+
+# ---- spans --------------------------------------------------------------------------------------------------
+
+
+def _spans(module, group_set, tokens: Tokens, features, below: Source, find: _Finder) -> Source:
+    call, skip = tokens.call, group_set.skip
+    about = {"pool": module.abstraction.pool, "key_mask": call.key_mask, "lengths": call.lengths, "skip": skip}
+    query, key = (span_pool(x, group_set.size, **about) for x in features)  # (B, H, m, d)
+    alive = None if call.key_mask is None else spans_with_members(call.key_mask, group_set.size, skip)
+    return key, find(query, below), alive
+
+
+# ---- binary blocks ------------------------------------------------------------------------------------------
+
+
+def _nodes(module, tokens: Tokens, features, find: _Finder, *, back: bool) -> Source:
+    """All binary blocks, a Fenwick tree as long as the sequence; `back`: of the sequence read from its end."""
+    turn = _Reverse(tokens) if back else _identity
+    k, v, fq, fk = (turn(x) for x in (tokens.k, tokens.v, *features))
+    exists = None if tokens.call.key_mask is None else turn(tokens.call.exists[..., None])  # (B, 1, n, 1)
+    query, key = (pooled(x, module.abstraction.pool, exists, binary_nodes) for x in (fq, fk))
+    if module.abstraction.learns:  # a single token stands for itself
+        single = torch.arange(k.shape[2], device=k.device)[:, None] % 2 == 0
+        key = torch.where(single, k, key)
+    value = find(query, (k, v, None if exists is None else exists[..., 0]))
+    alive = None if exists is None else turn(anyone(exists, binary_nodes))[..., 0]
+    return turn(key), turn(value), alive
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+class _Reverse:
+    """(B, H, n, d) with each row read from its end; what lies behind the row stays there."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.lengths, n = tokens.call.lengths, tokens.q.shape[2]
+        if self.lengths is not None:
+            place = torch.arange(n, device=tokens.q.device)
+            last = self.lengths[:, None] - 1
+            self.order = torch.where(place <= last, last - place, place)  # (B, n)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.lengths is None:
+            return x.flip(2)
+        return x.gather(2, self.order[:, None, :, None].expand(-1, *x.shape[1:2], -1, x.shape[3]))
+
+
+# ---- grids --------------------------------------------------------------------------------------------------
+
+
+def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: _Finder) -> Source:
+    """Columns (prefixes of them where causal, else without the own row) and rows (without the own column's token)."""
+    kind, c, call = group_set.pool, group_set.size, tokens.call
+    causal = module.options.causal
+    rows, real = _grid_of(tokens, c, causal)
+    shape = (prefixes(2) if causal else others(2)) if kind == "column" else _ROW_SHAPES[kind]
+    pool = module.abstraction.pool
+    query, key = (_place(pooled(_grid(x, rows, c), pool, real, shape), kind) for x in features)
+    value = find(query, (tokens.k, tokens.v, call.exists))
+    return key, value, None if real is None else _place(anyone(real, shape), kind)[..., 0]
+
+
+_ROW_SHAPES = {"row": others(3), "left": prefixes(3), "right": prefixes(3, backwards=True)}
+
+
+def _asked_rows(c: int, tokens: Tokens, features, find: _Finder) -> Source:
+    fq, fk = features
+    rows, real = _grid_of(tokens, c, find.module.options.causal)
+    query = _grid(fq, rows, c)
+    query = (query if real is None else query.masked_fill(~real, 0)).flatten(2, 3)
+    exists = tokens.call.exists
+    key, value = (find(query, (tokens.k, x, exists)) for x in (fk, tokens.v))
+    return key, value, None if real is None else real.any(3, keepdim=True).expand(real.shape).flatten(2)
+
+
+def _grid_of(tokens: Tokens, c: int, causal: bool) -> tuple[int, Tensor | None]:
+    """The rows that are summarised, and which places of them hold a token, (B or 1, 1, rows, c, 1); None = all."""
+    n, real = tokens.q.shape[2], tokens.call.exists
+    rows = -(-n // c) - causal
+    if real is None and rows * c > n:  # a partial last row
+        real = torch.ones(1, 1, n, dtype=torch.bool, device=tokens.q.device)
+    return rows, None if real is None else _grid(real, rows, c)[..., None]
+
+
+def _grid(x: Tensor, rows: int, c: int) -> Tensor:
+    """(B, H, n, …) → (B, H, rows, c, …), cut or filled up with zeros."""
+    n, wanted = x.shape[2], rows * c
+    if n < wanted:
+        x = torch.cat((x, x.new_zeros(*x.shape[:2], wanted - n, *x.shape[3:])), 2)
+    return x[:, :, :wanted].unflatten(2, (rows, c))
+
+
+def _place(x: Tensor, kind: str) -> Tensor:
+    """To where it is asked for: what ends in a column is the left group of the next one, and the reverse."""
+    if kind == "left":
+        x = F.pad(x[:, :, :, :-1], (0, 0, 1, 0))
+    elif kind == "right":
+        x = F.pad(x[:, :, :, 1:], (0, 0, 0, 1))
+    return x.flatten(2, 3)  # (B, H, rows·c, d)

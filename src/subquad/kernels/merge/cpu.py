@@ -1,0 +1,235 @@
+"""The merge operators on torch's CPU flash attention: per part one call on strided views, in linear memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.kernels.merge import dropout as dropping
+from subquad.kernels.merge.rows import grid_view, plans
+from subquad.supports.parts import Grid, Part, Plan
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+SMALL_MASK = 1 << 23  # masks of up to this many entries are made for all heads of all batch elements at once
+KEPT_MASK = 1 << 19  # masks up to this many entries are kept between calls, larger ones are made anew
+
+
+def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
+    q, keys, values = _ready(q), [_ready(k) for k in keys], [_ready(v) for v in values]
+    chosen = list(plans(len(q), lengths, support, which, n))
+    covered = lengths is None and chosen[0][1].covers and chosen[0][1].rows == q.shape[2]
+    out = torch.empty_like(q) if covered else torch.zeros_like(q)
+    lse = q.new_full(q.shape[:3], -torch.inf)  # (B, H, r)
+    for rows, plan in chosen:
+        for frame in _frames(rows, plan, [q, out, lse[..., None]], keys, values, valid):
+            q_, out_, lse_ = frame.queries
+            drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
+            for part in plan.parts:
+                views = _Views(frame, part, plan, q.dtype)
+                o, here = drop.attend(q_, views) if drop else _attend(q_, views, scale)
+                _absorb(grid_view(out_, part.queries), grid_view(lse_, part.queries)[..., 0], o, here, part.fresh)
+    return out, lse
+
+
+def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
+    grad, q, out, *kv = (_ready(x) for x in (grad, q, out, *keys, *values))
+    m = len(keys)
+    dq, dkv = torch.zeros_like(q), [torch.zeros_like(x) for x in kv]
+    safe = lse.masked_fill(lse == -torch.inf, 0)[..., None]  # exp(-inf - 0) = 0: empty rows get no gradient
+    for rows, plan in plans(len(q), lengths, support, which, n):
+        sources = (kv[:m], kv[m:], valid, dkv)
+        for frame in _frames(rows, plan, [grad, q, out, safe, dq], *sources):
+            *given, dq_ = frame.queries
+            drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
+            for part in plan.parts:
+                views = _Views(frame, part, plan, q.dtype)
+                g, x, o, total = (grid_view(t, part.queries) for t in given)
+                grads = drop.backward(g, x, o, total, views) if drop else _part_backward(g, x, o, total, views, scale)
+                grid_view(dq_, part.queries).add_(grads[0])
+                for total_, change in zip((part.source, m + part.source), grads[1:], strict=True):
+                    _add_keys(frame.gradients[total_], change, part, plan)
+    return [dq, *dkv]
+
+
+def _ready(x: Tensor) -> Tensor:
+    """As the flash kernel needs it: features side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# ---- views --------------------------------------------------------------------------------------------------
+
+
+class _Frame(NamedTuple):
+    """Some instances (b, h) that are worked on together, everything as views (G, r or m, d)."""
+
+    queries: list[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
+    valid: dict[int, Tensor]  # (G or 1, m), only of sources that lack a key
+    gradients: list[Tensor]  # of all keys and all values
+    instances: Tensor  # (G,): b·H + h, what dropout counts by
+
+
+def _frames(rows: slice, plan: Plan, queries, keys, values, valid, gradients=()) -> Iterator[_Frame]:
+    """The batch elements `rows`: all their heads at once, or one element after the other.
+
+    One at a time when batch and heads do not fold into one dimension as a view, and when key masks differ between
+    elements: the heads then share a mask. Small masks are rather copied for every head. Of g query heads that share a
+    key head, the first of each key head run together, then the second: no key is copied.
+    """
+    heads = queries[0].shape[1]
+    group = heads // min(x.shape[1] for x in (*keys, *values))
+    everything = (queries, keys, values, gradients)
+    masks = {s: x[rows] if len(x) > 1 else x for s, x in enumerate(valid)}
+    masks = {s: x[:, 0] for s, x in masks.items() if not bool(x.all())}  # (b or 1, m)
+    pairs = max((part.pairs for part in plan.parts), default=0)
+    number = torch.arange(rows.start * heads, rows.stop * heads).view(-1, heads)  # (b, H)
+    for j in range(group):
+        views = [[x[rows, j::group] if x.shape[1] == heads else x[rows] for x in xs] for xs in everything]
+        count, size = len(number), heads // group
+        folds = all(_folds(x) for xs in views for x in xs)
+        if folds and (all(len(x) == 1 for x in masks.values()) or count * size * pairs <= SMALL_MASK):
+            flat = [[x.flatten(0, 1) if count > 1 else x[0] for x in xs] for xs in views]
+            shared = {s: x if len(x) == 1 else x.repeat_interleave(size, 0) for s, x in masks.items()}
+            yield _Frame(*flat[:3], shared, flat[3], number[:, j::group].flatten())
+            continue
+        for b in range(count):
+            own = {s: x[b : b + 1] if len(x) > 1 else x for s, x in masks.items()}
+            one = [[x[b] for x in xs] for xs in views]
+            yield _Frame(*one[:3], own, one[3], number[b, j::group])
+
+
+def _folds(x: Tensor) -> bool:
+    return x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+
+
+class _Views:
+    """What one part attends to in one frame: its keys, its values, and its mask."""
+
+    def __init__(self, frame: _Frame, part: Part, plan: Plan, dtype: torch.dtype) -> None:
+        self.part, self.plan = part, plan
+        self.keys = _keys(frame.keys[part.source], part, plan)  # (G, A, S, d)
+        self.values = _keys(frame.values[part.source], part, plan)
+        self.mask, self.empty = _mask(part, frame.valid.get(part.source), plan, dtype)
+
+
+def _keys(x: Tensor, part: Part, plan: Plan) -> Tensor:
+    """(G, A, S, d): a view, or a copy of the drawn blocks."""
+    if not part.draws:
+        return grid_view(x, part.keys)
+    blocks = _drawn_from(x, part).index_select(1, torch.tensor(_numbers(part, plan)))
+    return blocks.view(x.shape[0], part.keys.blocks, part.keys.length, x.shape[2])
+
+
+def _drawn_from(x: Tensor, part: Part) -> Tensor:
+    """The whole blocks that a part draws from: (G, n, d) → (G, n // size, size, d)."""
+    size = part.keys.length // part.draws
+    return grid_view(x, Grid(0, x.shape[1] // size, size, size))
+
+
+def _numbers(part: Part, plan: Plan) -> list[int]:
+    starts = (part.keys.start + a * part.keys.step for a in range(part.keys.blocks))
+    return [number for start in starts for number in plan.drawn[start : start + part.draws]]
+
+
+@lru_cache(maxsize=256)
+def _kept_mask(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    allowed = torch.from_numpy(part.allowed())  # (A or 1, L, S)
+    empty = ~allowed.any(-1)  # (A or 1, L)
+    additive = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+    return additive, (empty if bool(empty.any()) else None)
+
+
+def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """What the flash kernel adds to the scores, and which rows are left with no key at all.
+
+    valid (G or 1, m) → mask (G or 1, A or 1, L or 1, S), empty rows (G or 1, A or 1, L or 1).
+    """
+    mask = empty = None
+    if not part.is_triangle and not part.sees_everything:
+        kept = part.queries.length * part.keys.length <= KEPT_MASK
+        mask, empty = (_kept_mask if kept else _kept_mask.__wrapped__)(part, dtype)
+        mask, empty = mask[None], None if empty is None else empty[None]
+    if valid is None:
+        return mask, empty
+    exists = _keys(valid[..., None], part, plan)[..., 0]  # (G, A, S)
+    bias = torch.zeros(exists.shape, dtype=dtype).masked_fill_(~exists, -torch.inf)[:, :, None]  # (G, A, 1, S)
+    if part.is_triangle:
+        rows = part.queries.length
+        bias = bias + torch.full((rows, rows), -torch.inf, dtype=dtype).triu_(1)
+    mask = bias if mask is None else mask + bias
+    return mask, mask.amax(-1) == -torch.inf
+
+
+# ---- one part -----------------------------------------------------------------------------------------------
+
+
+def _attend(q: Tensor, views: _Views, scale: float) -> tuple[Tensor, Tensor]:
+    """Output (G, A, L, d) and logsumexp (G, A, L), -inf where a row has no key."""
+    part, mask, empty = views.part, views.mask, views.empty
+    x = grid_view(q, part.queries)
+    if part.is_self:
+        out, lse = views.values, (x * views.keys).sum(-1).mul_(scale)  # (G, A, 1)
+        if bool(lse.isnan().any()):
+            out = out.masked_fill(lse.isnan()[..., None], torch.nan)
+    else:
+        triangle = mask is None and part.is_triangle
+        out, lse = _flash(x, views.keys, views.values, 0.0, triangle, attn_mask=mask, scale=scale)
+        if triangle and bool((lse == 0).any()):  # the causal kernel reports 0 for a query that is not a number
+            lost = x.sum(-1).isnan()  # (G, A, L)
+            out, lse = out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
+    if empty is not None:  # the flash kernel reports 0 for such a row
+        lse = lse.masked_fill(empty, -torch.inf)
+        if part.is_self:
+            out = out.masked_fill(empty[..., None], 0)
+    return out, lse
+
+
+def _absorb(out: Tensor, lse: Tensor, new: Tensor, here: Tensor, fresh: bool) -> None:
+    """Merge a part's output and logsumexp into views of the whole."""
+    if fresh:
+        out.copy_(new)
+        lse.copy_(here)
+        return
+    total = torch.logaddexp(lse, here)
+    base = total.masked_fill(total == -torch.inf, 0)  # -inf - -inf is not a number
+    out.mul_((lse - base).exp_()[..., None]).addcmul_(new, (here - base).exp_()[..., None])
+    lse.copy_(total)
+
+
+def _part_backward(g, q, out, lse, views: _Views, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one part's q, k, v, given the merged out and lse (all as views (G, A, L or S, d))."""
+    k, v, part, mask, empty = views.keys, views.values, views.part, views.mask, views.empty
+    if part.is_self:
+        weight = ((q * k).sum(-1, keepdim=True) * scale - lse).exp_()  # (G, A, 1, 1)
+        if empty is not None:
+            weight = weight.masked_fill(empty[..., None], 0)
+        ds = weight * (g * (v - out)).sum(-1, keepdim=True) * scale
+        return ds * k, ds * q, weight * g
+    triangle = mask is None and part.is_triangle
+    return _flash_backward(g, q, k, v, out, lse[..., 0], 0.0, triangle, attn_mask=mask, scale=scale)
+
+
+def _add_keys(total: Tensor, grad: Tensor, part: Part, plan: Plan) -> None:
+    """total[key] += grad; where key blocks overlap they are added in slices that do not."""
+    keys = part.keys
+    if part.draws:
+        pieces = grad.reshape(grad.shape[0], keys.blocks * part.draws, -1, grad.shape[3])  # (G, A·draws, size, d)
+        blocks = _drawn_from(total, part)
+        for at, number in enumerate(_numbers(part, plan)):  # a block may be drawn twice
+            blocks[:, number].add_(pieces[:, at])
+        return
+    overlap = keys.blocks > 1 and keys.stride == 1 and keys.step < keys.length
+    if overlap and keys.step == 0:  # the same keys in every block
+        grid_view(total, keys._replace(blocks=1))[:, 0].add_(grad.sum(1))
+        return
+    width = keys.step if overlap else keys.length
+    for first in range(0, keys.length, width):
+        piece = grad[:, :, first : first + width]
+        grid = keys._replace(start=keys.start + first * keys.stride, length=piece.shape[2])
+        grid_view(total, grid).add_(piece)

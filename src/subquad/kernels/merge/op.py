@@ -1,0 +1,101 @@
+"""The operators `subquad::merge` and `subquad::merge_backward`: schema, shapes, derivative, FLOPs.
+
+The reference runs on every device that has no kernel of its own; `cpu` registers one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from subquad.kernels.merge import cpu, reference
+from subquad.supports.support import plan_of
+
+
+@torch.library.custom_op("subquad::merge", mutates_args=())
+def merge(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    valid: list[Tensor],
+    lengths: Tensor | None,
+    seed: Tensor | None,
+    support: str,
+    which: str,
+    n: int,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, r, d) and logsumexp (B, H, r), -inf where a row has no key; see `merge_attention`."""
+    return reference.forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout)
+
+
+@torch.library.custom_op("subquad::merge_backward", mutates_args=())
+def merge_backward(
+    grad: Tensor,
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    valid: list[Tensor],
+    lengths: Tensor | None,
+    seed: Tensor | None,
+    support: str,
+    which: str,
+    n: int,
+    scale: float,
+    dropout: float,
+) -> list[Tensor]:
+    """Gradients of q, all keys, all values; (out, lse) may be those of a softmax over more keys than these."""
+    about = (valid, lengths, seed, support, which, n, scale, dropout)
+    return reference.backward(grad, q, keys, values, out, lse, *about)
+
+
+merge.register_kernel("cpu")(cpu.forward)
+merge_backward.register_kernel("cpu")(cpu.backward)
+
+
+@merge.register_fake
+def _(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3])
+
+
+@merge_backward.register_fake
+def _(grad, q, keys, values, *about):
+    return [x.new_empty(x.shape) for x in (q, *keys, *values)]
+
+
+def _save(ctx, inputs, output):
+    q, keys, values, valid, lengths, seed, *ctx.about = inputs
+    ctx.save_for_backward(q, lengths, seed, *keys, *values, *output, *valid)
+    ctx.sources = len(keys)
+
+
+def _backward(ctx, grad, grad_lse):
+    m, (q, lengths, seed, *rest) = ctx.sources, ctx.saved_tensors
+    keys, values, (out, lse, *valid) = rest[:m], rest[m : 2 * m], rest[2 * m :]
+    dq, *dkv = merge_backward(grad, q, keys, values, out, lse, valid, lengths, seed, *ctx.about)
+    return dq, dkv[:m], dkv[m:], [None] * len(valid), *[None] * 7
+
+
+def _no_second_derivative(ctx, *grads):
+    raise NotImplementedError("merge_attention has no second derivative")
+
+
+merge.register_autograd(_backward, setup_context=_save)
+merge_backward.register_autograd(_no_second_derivative)
+
+
+# A forward multiplies every (query, key) pair twice (scores, sums), a backward five times; one multiply-add = 2.
+
+
+@register_flop_formula(torch.ops.subquad.merge, get_raw=True)
+def _flops(q, keys, values, valid, lengths, seed, support, which, n, *args, out_val=None, **kwargs) -> int:
+    return 4 * q.shape[0] * q.shape[1] * q.shape[3] * plan_of(support, int(n), which).pairs
+
+
+@register_flop_formula(torch.ops.subquad.merge_backward, get_raw=True)
+def _backward_flops(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, *args, **kwargs) -> int:
+    return 10 * q.shape[0] * q.shape[1] * q.shape[3] * plan_of(support, int(n), which).pairs

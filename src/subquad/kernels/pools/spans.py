@@ -1,0 +1,140 @@
+"""`span_pool`: the maximum or the mean of every span of a sequence, padding and sinks left out.
+
+One operator for every device, in whole-tensor steps on views: nothing is padded or copied where nothing is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def span_pool(
+    x: Tensor, size: int, *, pool: str, key_mask: Tensor | None, lengths: Tensor | None, skip: int = 0
+) -> Tensor:
+    """x (B, H, n, d) → (B, H, ⌈n/size⌉, d): span a holds the tokens a·size … of its row, the first `skip` left out.
+
+    key_mask bool (B, n), lengths (B,): what exists. A span without members pools to 0.
+    """
+    return _pool(x, key_mask, lengths, size, skip, pool == "max")
+
+
+def spans_with_members(key_mask: Tensor, size: int, skip: int = 0) -> Tensor:
+    """Which spans have a member: (B, n) → bool (B, 1, ⌈n/size⌉)."""
+    n = key_mask.shape[1]
+    place = torch.arange(n, device=key_mask.device)
+    before = F.pad((key_mask & (place >= skip)).cumsum(1), (1, 0))  # (B, n + 1): members before each place
+    start = torch.arange(-(-n // size), device=key_mask.device) * size
+    return (before[:, (start + size).clamp(max=n)] > before[:, start])[:, None]
+
+
+class _Run(NamedTuple):
+    """Consecutive spans of equal length in some rows of the batch."""
+
+    rows: slice
+    spans: slice
+    start: int
+    length: int
+
+    def members(self, x: Tensor) -> Tensor:
+        """(B, H, n, d) → a view (b, H, spans, length, d)."""
+        count = self.spans.stop - self.spans.start
+        return x[self.rows, :, self.start : self.start + count * self.length].unflatten(2, (count, self.length))
+
+
+def _runs(batch: int, n: int, lengths: Tensor | None, size: int, skip: int) -> Iterator[_Run]:
+    sizes, first = [n] * batch if lengths is None else lengths.tolist(), 0
+    for b in range(1, batch + 1):
+        if b < batch and sizes[b] == sizes[first]:
+            continue
+        rows, length, whole = slice(first, b), sizes[first], -(-skip // size)
+        first, full = b, length // size
+        cut = min(length, whole * size)
+        if cut > skip:  # a span that begins with what is left out
+            yield _Run(rows, slice(whole - 1, whole), skip, cut - skip)
+        if full > whole:
+            yield _Run(rows, slice(whole, full), whole * size, size)
+        if length % size and full >= whole:
+            yield _Run(rows, slice(full, full + 1), full * size, length % size)
+
+
+def _exists(run: _Run, key_mask: Tensor | None) -> Tensor | None:
+    """Which members of a run exist, (b, 1, spans, length, 1); None = all of them."""
+    if key_mask is None:
+        return None
+    real = run.members(key_mask[:, None, :, None])
+    return None if bool(real.all()) else real
+
+
+@torch.library.custom_op("subquad::span_pool", mutates_args=())
+def _pool(x: Tensor, key_mask: Tensor | None, lengths: Tensor | None, size: int, skip: int, is_max: bool) -> Tensor:
+    out = x.new_zeros(x.shape[0], x.shape[1], -(-x.shape[2] // size), x.shape[3])
+    for run in _runs(len(x), x.shape[2], lengths, size, skip):
+        members, real = run.members(x), _exists(run, key_mask)
+        if is_max:
+            top = (members if real is None else members.masked_fill(~real, -torch.inf)).amax(3)
+            pooled = top if real is None else top.masked_fill(~real.any(3), 0)
+        elif real is None:
+            pooled = members.mean(3)
+        else:
+            pooled = members.masked_fill(~real, 0).sum(3) / real.sum(3).clamp(min=1)
+        out[run.rows, :, run.spans] = pooled
+    return out
+
+
+@torch.library.custom_op("subquad::span_pool_backward", mutates_args=())
+def _pool_backward(
+    grad: Tensor,
+    x: Tensor,
+    out: Tensor,
+    key_mask: Tensor | None,
+    lengths: Tensor | None,
+    size: int,
+    skip: int,
+    is_max: bool,
+) -> Tensor:
+    """A maximum pays the members that have it, in equal shares; a mean pays all."""
+    dx = torch.zeros_like(x)
+    for run in _runs(len(x), x.shape[2], lengths, size, skip):
+        members, real = run.members(x), _exists(run, key_mask)
+        g = grad[run.rows, :, run.spans][:, :, :, None]  # (b, H, spans, 1, d)
+        if is_max:
+            pays = members == out[run.rows, :, run.spans][:, :, :, None]
+            pays = pays if real is None else pays & real
+            shares = g / pays.sum(3, keepdim=True).clamp(min=1)
+            run.members(dx).copy_(shares * pays)
+        else:
+            count = run.length if real is None else real.sum(3, keepdim=True).clamp(min=1)
+            run.members(dx).copy_((g / count).expand(members.shape) if real is None else g / count * real)
+    return dx
+
+
+@_pool.register_fake
+def _(x, key_mask, lengths, size, skip, is_max):
+    return x.new_empty(x.shape[0], x.shape[1], -(-x.shape[2] // size), x.shape[3])
+
+
+@_pool_backward.register_fake
+def _(grad, x, out, key_mask, lengths, size, skip, is_max):
+    return torch.empty_like(x)
+
+
+def _save(ctx, inputs, output):
+    x, key_mask, lengths, *ctx.about = inputs
+    ctx.save_for_backward(x, output, key_mask, lengths)
+
+
+def _gradient(ctx, grad):
+    return _pool_backward(grad, *ctx.saved_tensors, *ctx.about), *[None] * 5
+
+
+def _no_second_derivative(ctx, *grads):
+    raise NotImplementedError("span_pool has no second derivative")
+
+
+_pool.register_autograd(_gradient, setup_context=_save)
+_pool_backward.register_autograd(_no_second_derivative)

@@ -1,0 +1,122 @@
+"""What a support says, as tensors: edge lists and masks, made by operators from its text.
+
+A compiled or exported graph holds the text and the length, and makes the lists when it runs, for any length. Where rows
+of a batch have lengths of their own, each gets the sets of its own length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.kernels.edges import EdgeList
+from subquad.supports.partitions import Partition
+from subquad.supports.patterns import Pattern, pointers
+from subquad.supports.support import parse
+
+UNION = -1  # a family: the union of all
+
+
+def pattern_edges(
+    like: Tensor, support: str, families: Sequence[int], n: int, num_heads: int, lengths: Tensor | None
+) -> EdgeList:
+    """The edge list of a pattern for a batch: one family for all heads, or one per head.
+
+    `like` says the device. Graphs: 1, H, B (each for all heads of a batch element) or B·H.
+    """
+    indptr, indices = _edges(like, lengths, support, list(families), n)
+    share = num_heads if lengths is not None and len(families) == 1 else 1
+    return EdgeList(indptr, indices, n, share)
+
+
+def pattern_mask(like: Tensor, support: str, families: Sequence[int], n: int, lengths: Tensor | None) -> Tensor:
+    """The same as a mask, bool (B or 1, families, n, n)."""
+    return _mask(like, lengths, support, list(families), n)
+
+
+@lru_cache(maxsize=32)
+def _csr(support: str, n: int, family: int) -> tuple[np.ndarray, np.ndarray]:
+    return cast(Pattern, parse(support)).csr(n, None if family == UNION else family)
+
+
+def _sizes(n: int, lengths: Tensor | None) -> list[int]:
+    return [n] if lengths is None else lengths.tolist()
+
+
+@torch.library.custom_op("subquad::pattern_edges", mutates_args=())
+def _edges(like: Tensor, lengths: Tensor | None, support: str, families: list[int], n: int) -> tuple[Tensor, Tensor]:
+    """indptr (graphs, n + 1) int64 and indices (E,) int32: batch element by batch element, family by family."""
+    degrees, indices = [], [np.empty(0, np.int32)]
+    for size in _sizes(n, lengths):
+        for family in families:
+            ptr, keys = _csr(support, size, family) if size else (np.zeros(1, np.int64), indices[0])
+            degrees.append(np.pad(np.diff(ptr), (0, n - size)))
+            indices.append(keys)
+    flat = pointers(np.concatenate(degrees))  # (graphs·n + 1,)
+    starts = np.arange(len(degrees))[:, None] * n + np.arange(n + 1)
+    return torch.from_numpy(flat[starts]).to(like.device), torch.from_numpy(np.concatenate(indices)).to(like.device)
+
+
+@_edges.register_fake
+def _(like, lengths, support, families, n):
+    graphs = len(families) * (1 if lengths is None else lengths.shape[0])
+    edges = torch.library.get_ctx().new_dynamic_size()
+    return like.new_empty(graphs, n + 1, dtype=torch.int64), like.new_empty(edges, dtype=torch.int32)
+
+
+@torch.library.custom_op("subquad::pattern_mask", mutates_args=())
+def _mask(like: Tensor, lengths: Tensor | None, support: str, families: list[int], n: int) -> Tensor:
+    pattern, rows = cast(Pattern, parse(support)), []
+    for size in _sizes(n, lengths):
+        masks = [
+            pattern.rows(size, None if f == UNION else f, 0, size) if size else np.zeros((0, 0), bool) for f in families
+        ]
+        rows.append(np.stack([np.pad(mask, (0, n - size)) for mask in masks]))
+    return torch.from_numpy(np.stack(rows)).to(like.device)
+
+
+@_mask.register_fake
+def _(like, lengths, support, families, n):
+    batch = 1 if lengths is None else lengths.shape[0]
+    return like.new_empty(batch, len(families), n, n, dtype=torch.bool)
+
+
+# ---- a partition of one's own -------------------------------------------------------------------------------
+
+
+def partition_edges(like: Tensor, support: str, n: int, groups: int) -> tuple[EdgeList, EdgeList]:
+    """Groups → their members, and queries → tokens (0 … n-1) and groups (n …), for a partition of plain groups."""
+    members = EdgeList(*_partition_edges(like, support, True, n, groups), n)
+    return members, EdgeList(*_partition_edges(like, support, False, n, n), n + groups)
+
+
+@torch.compiler.assume_constant_result
+def group_count(support: str, n: int) -> int:
+    """How many different groups a partition has."""
+    return len(_lists(parse(support), n)[0])
+
+
+@lru_cache(maxsize=16)
+def _lists(partition: Partition, n: int) -> tuple[list[list[int]], list[list[int]]]:
+    groups, rows = partition.unique_groups(n)
+    members = [sorted(group.members) for group in groups]
+    return members, [sorted(partition.direct(n, i)) + sorted(n + u for u in row) for i, row in enumerate(rows)]
+
+
+@torch.library.custom_op("subquad::partition_edges", mutates_args=())
+def _partition_edges(like: Tensor, support: str, members: bool, n: int, rows: int) -> tuple[Tensor, Tensor]:
+    lists = _lists(parse(support), n)[0 if members else 1]
+    indptr = pointers(np.array([len(row) for row in lists], np.int64))[None]
+    indices = np.fromiter((j for row in lists for j in row), np.int32)
+    return torch.from_numpy(indptr).to(like.device), torch.from_numpy(indices).to(like.device)
+
+
+@_partition_edges.register_fake
+def _(like, support, members, n, rows):
+    edges = torch.library.get_ctx().new_dynamic_size()
+    return like.new_empty(1, rows + 1, dtype=torch.int64), like.new_empty(edges, dtype=torch.int32)

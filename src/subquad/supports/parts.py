@@ -1,0 +1,277 @@
+"""Parts: the regular pieces of which a structured support is made.
+
+A part is a grid of equal blocks. In block a, some queries attend to some keys,
+
+    query (a, r) stands at  queries.start + a·queries.step + r·queries.stride
+    key   (a, s) stands at  keys.start + a·keys.step + s·keys.stride   of its source (the tokens, or summaries of them)
+
+and may see it when the offset  position(key) - position(query)  lies in [lo, hi] and not in [xlo, xhi].
+Sliding windows, diagonal blocks, grid columns and "everyone to these few" are all of this form. The grids are strided
+*views* of the sequence, so no length needs padding and nothing is copied: what sticks out at either end is a part of
+its own. A plan is a list of parts for one length.
+
+Where keys stand in no regular place, a part may *draw*: block a takes `draws` blocks of its source, each as long as
+keys.length / draws, whose numbers stand in the plan's list of drawn blocks from keys.start + a·keys.step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FAR = 1 << 40  # an offset that no sequence reaches: "no limit"
+NODES, NODES_BACK, MEMBERS = 1, 2, 3  # `Part.rule`: relations of a binary tree, see `Part._binary`
+NEAR, NOT_NEAR = 4, 5  # `Part.rule`: a window that is rounded to whole spans, see `Part._spans`
+CHUNKS = 8  # a causal cross part is cut into this many row chunks, each with only the keys it can see
+
+
+class Grid(NamedTuple):
+    """Equal blocks of places: place (a, r) is start + a·step + r·stride."""
+
+    start: int
+    blocks: int = 1
+    step: int = 0
+    length: int = 1
+    stride: int = 1
+
+    @classmethod
+    def of(cls, places: range) -> Grid:
+        """One block."""
+        return cls(places.start, 1, 0, len(places), places.step)
+
+    def places(self) -> np.ndarray:
+        return self.start + np.arange(self.blocks)[:, None] * self.step + np.arange(self.length) * self.stride
+
+
+@dataclass(frozen=True)
+class Part:
+    """One grid of query blocks × key blocks; see the module docstring."""
+
+    queries: Grid
+    keys: Grid
+    source: int = 0  # which key set: 0 = the tokens
+    positions: Grid | None = None  # where the keys stand among the queries; None = where they are stored
+    lo: int = -FAR
+    hi: int = FAR
+    xlo: int = 1  # an empty interval: nothing excluded
+    xhi: int = 0
+    draws: int = 0  # > 0: the keys are that many drawn blocks of the source
+    rule: int = 0  # 0: the intervals above; else a relation of another kind
+    span: int = 1  # rule=NEAR: tokens of a span
+    past: bool = False  # rule=NEAR: only keys at or before the query
+    fresh: bool = False  # no earlier part has touched these queries (set by `make_plan`)
+
+    @cached_property
+    def placed(self) -> Grid:
+        return self.keys if self.positions is None else self.positions
+
+    @cached_property
+    def is_self(self) -> bool:
+        """One key per query: the product is elementwise, a matrix kernel would crawl."""
+        return self.queries.length == 1 and self.keys.length == 1
+
+    @cached_property
+    def pairs(self) -> int:
+        return self.queries.blocks * self.queries.length * self.keys.length
+
+    def allowed(self) -> np.ndarray:
+        """Who may see whom inside the blocks: bool (blocks, or 1 where all blocks agree, rows, keys)."""
+        if self.rule:
+            return self._spans() if self.rule in (NEAR, NOT_NEAR) else self._binary()
+        q, p = self.queries, self.placed
+        same = q.step == p.step or q.blocks == 1
+        block = np.arange(1 if same else q.blocks)[:, None, None]  # (A, 1, 1)
+        row, key = np.arange(q.length)[:, None], np.arange(p.length)  # (L, 1), (S,)
+        offset = p.start - q.start + block * (p.step - q.step) + key * p.stride - row * q.stride
+        inside = (offset >= self.lo) & (offset <= self.hi)
+        return inside & ~((offset >= self.xlo) & (offset <= self.xhi))
+
+    def _spans(self) -> np.ndarray:
+        """NEAR: a key is seen when some token of its span of `span` tokens lies at an offset in [lo, hi].
+
+        NOT_NEAR is the complement. Blocks that are a whole number of spans apart agree.
+        """
+        q, k = self.queries, self.keys
+        same = q.blocks == 1 or (q.step == k.step and q.step % self.span == 0)
+        row, key = (grid.places()[: 1 if same else None] for grid in (q, k))
+        row, key = row[:, :, None], key[:, None]  # (A, L, 1), (A, 1, S)
+        first = key // self.span * self.span
+        near = (first + self.span - 1 - row >= self.lo) & (first - row <= self.hi)
+        return (near if self.rule == NEAR else ~near) & ((key <= row) | (not self.past))
+
+    def _binary(self) -> np.ndarray:
+        """Relations of a binary (Fenwick) tree, the same in every block: bool (1, rows, keys).
+
+        Node m ≥ 1 holds the lowbit(m) tokens m - lowbit(m) … m-1 and stands at place m-1, relative to its block.
+        NODES: query r sees the nodes whose tokens make up 0 … r-1, and itself where it is a node of its own.
+        NODES_BACK: the mirror image of it, without itself. MEMBERS: node r+1 sees the tokens that it holds.
+        """
+        row = np.arange(self.queries.length)[:, None] * self.queries.stride  # (L, 1)
+        key = self.keys.start - self.queries.start + np.arange(self.keys.length) * self.keys.stride  # (S,)
+        if self.rule == MEMBERS:
+            node = row + 1
+            return ((key >= node - (node & -node)) & (key < node))[None]
+        if self.rule == NODES_BACK:
+            row, node = self.queries.length - 1 - row, self.queries.length - key
+            return (row & -(node & -node) == node)[None]
+        node = key + 1
+        return ((row & -(node & -node) == node) | ((key == row) & (key % 2 == 0)))[None]
+
+    @cached_property
+    def is_triangle(self) -> bool:
+        """Row r sees exactly the keys 0..r of its block: a causal kernel needs no mask."""
+        q, p = self.queries, self.placed
+        return (
+            p.start == q.start
+            and (q.blocks == 1 or p.step == q.step)
+            and not self.rule
+            and q.length == p.length
+            and p.stride == q.stride > 0
+            and self.hi == 0
+            and self.lo <= -p.stride * (p.length - 1)
+            and self.xlo > self.xhi
+        )
+
+    @cached_property
+    def sees_everything(self) -> bool:
+        q, p = self.queries, self.placed
+        last = (q.blocks - 1) * (p.step - q.step)
+        low = p.start - q.start + min(0, last) - (q.length - 1) * q.stride
+        high = p.start - q.start + max(0, last) + (p.length - 1) * p.stride
+        excluded = self.xlo <= self.xhi and self.xhi >= low and self.xlo <= high
+        return not self.rule and self.lo <= low and high <= self.hi and not excluded
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parts of one attention for one length."""
+
+    parts: tuple[Part, ...]
+    rows: int  # how many queries there are
+    drawn: tuple[int, ...] = ()  # the blocks that parts with draws refer to
+
+    @cached_property
+    def pairs(self) -> int:
+        """How many (query, key) pairs are multiplied."""
+        return sum(part.pairs for part in self.parts)
+
+    @cached_property
+    def covers(self) -> bool:
+        """Is every query touched by some part?"""
+        fresh = (part.queries for part in self.parts if part.fresh)
+        return sum(grid.blocks * grid.length for grid in fresh) == self.rows
+
+
+def make_plan(parts: Iterable[Part], rows: int, drawn: Iterable[int] = ()) -> Plan:
+    """The parts in order, each marked `fresh` when no earlier part touched its queries."""
+    touched, marked = np.zeros(rows, dtype=bool), []
+    for part in parts:
+        places = part.queries.places()
+        marked.append(replace(part, fresh=not touched[places].any()))
+        touched[places] = True
+    return Plan(tuple(marked), rows, tuple(drawn))
+
+
+# ---- builders -----------------------------------------------------------------------------------------------
+
+
+def rows_to_keys(
+    rows: range, keys: range, *, positions: range | None = None, source: int = 0, **rules: int
+) -> list[Part]:
+    """Every query of `rows` to every key of `keys` that the rules allow.
+
+    Where the rules cut the keys to a triangle, the rows go in chunks and each chunk takes only the keys that some row
+    of it can see: half of the work of the full rectangle.
+    """
+    if not rows or not keys:
+        return []
+    where = keys if positions is None else positions
+    limited = rules.get("hi", FAR) < where[-1] - rows[0] or rules.get("lo", -FAR) > where[0] - rows[-1]
+    size = max(128, -(-len(rows) // CHUNKS)) if limited else len(rows)
+    parts = []
+    for first in range(0, len(rows), size):
+        chunk = rows[first : first + size]
+        low, high = chunk[0] + rules.get("lo", -FAR), chunk[-1] + rules.get("hi", FAR)
+        first_key, last_key = max(0, -(-(low - where[0]) // where.step)), (high - where[0]) // where.step
+        cut = slice(first_key, max(0, last_key + 1))
+        if keys[cut]:
+            parts.append(Part(Grid.of(chunk), Grid.of(keys[cut]), source, Grid.of(where[cut]), **rules))
+    return parts
+
+
+def windows(start: int, stop: int, left: int, right: int, *, block: int | None = None) -> list[Part]:
+    """Sliding windows over the tokens [start, stop): query i sees i-left … i+right of them.
+
+    Blocks of `block` queries share a strip of block+left+right keys; the strips overlap as views.
+    """
+    n = stop - start
+    if n <= 0:
+        return []
+    left, right = min(left, n - 1), min(right, n - 1)
+    block = block or window_block(left + right)
+    head = -(-left // block) * block  # queries whose strip would begin before `start`
+    tail = max(head, (n - right) // block * block)  # … would end behind `stop`
+    if tail - head < 2 * block:  # hardly an interior: one rectangle
+        return rows_to_keys(range(start, stop), range(start, stop), lo=-left, hi=right)
+    rule: dict[str, Any] = {"lo": -left, "hi": right}
+    parts = rows_to_keys(range(start, start + head), range(start, start + head + right), **rule)
+    blocks, strip = (tail - head) // block, block + left + right
+    queries = Grid(start + head, blocks, block, block)
+    parts.append(Part(queries, Grid(start + head - left, blocks, block, strip), **rule))
+    return parts + rows_to_keys(range(start + tail, stop), range(start + tail - left, stop), **rule)
+
+
+def window_block(reach: int) -> int:
+    """Queries per block for a window of `reach`: small blocks waste less of the strip, large ones run faster."""
+    return 32 if reach <= 32 else 64 if reach <= 256 else 128
+
+
+def diagonal(start: int, stop: int, size: int, *, causal: bool) -> list[Part]:
+    """Diagonal blocks of `size`: every query sees its own block (up to itself when causal)."""
+    hi = 0 if causal else FAR
+    full, rest = divmod(stop - start, size)
+    grids = [Grid(start, full, size, size)] if full else []
+    grids += [Grid(start + full * size, 1, 0, rest)] if rest else []
+    return [Part(grid, grid, hi=hi) for grid in grids]
+
+
+def columns(n: int, stride: int, *, causal: bool, xlo: int = 1, xhi: int = 0) -> list[Part]:
+    """Residue classes modulo `stride`: the columns of a row-major grid with `stride` columns.
+
+    The columns that reach into the partial last row are one token longer, so they are a part of their own.
+    """
+    rows, rest = divmod(n, stride)
+    rule = {"hi": 0 if causal else FAR, "xlo": xlo, "xhi": xhi}
+    grids = [Grid(0, rest, 1, rows + 1, stride), Grid(rest, stride - rest, 1, rows, stride)]
+    return [Part(grid, grid, **rule) for grid in grids if grid.blocks and grid.length]
+
+
+def selves(n: int) -> list[Part]:
+    """Every token sees itself."""
+    return [Part(Grid(0, n, 1), Grid(0, n, 1))] if n else []
+
+
+def strips(n: int, size: int, lo: int, hi: int, *, source: int = 0, causal: bool = False) -> list[Part]:
+    """Queries of slice t to the keys t·size+lo … t·size+hi-1 that exist: a part per run of equal slices."""
+    runs: list[tuple[tuple[int, int, int], int, int]] = []  # (rows, low, high), first slice, slices
+    for t in range(-(-n // size)):
+        first = t * size
+        shape = (min(size, n - first), max(lo, -first), min(hi, n - first))
+        if runs and runs[-1][0] == shape:
+            runs[-1] = (shape, runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((shape, t, 1))
+    return [
+        Part(
+            Grid(t * size, many, size, rows),
+            Grid(t * size + low, many, size, high - low),
+            source,
+            hi=0 if causal else FAR,
+        )
+        for (rows, low, high), t, many in runs
+        if low < high
+    ]

@@ -1,0 +1,313 @@
+"""Combiner's plans over blocks of the sequence: fixed spans, a window over spans, a tree of spans, binary blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from subquad.supports.partitions import Group, GroupSet, Partition
+from subquad.supports.parts import (
+    CHUNKS,
+    MEMBERS,
+    NEAR,
+    NODES,
+    NODES_BACK,
+    NOT_NEAR,
+    Grid,
+    Part,
+    Plan,
+    diagonal,
+    make_plan,
+    rows_to_keys,
+    window_block,
+    windows,
+)
+
+RADIX = 64  # Logsparse: the base in which positions are read
+
+
+def default_span(n: int, depth: int = 1) -> int:
+    """The branching s ≈ n^(1/(depth+1)), which makes all levels equally wide, to the nearest 2^k or 3·2^k.
+
+    Blocks of these sizes fill the vector registers; between 32 and 256 they are the ones that run fastest.
+    """
+    ideal = n ** (1 / (depth + 1))
+    friendly = [b << e for e in range(24) for b in (2, 3)]
+    return min([1, *friendly], key=lambda s: abs(math.log(s / ideal)))
+
+
+def span_members(n: int, span: int, sinks: int = 0) -> Plan:
+    """Summary a attends to its span of the n keys below (the last one may be shorter), without the sinks."""
+    full, rest = divmod(n, span)
+    whole = -(-sinks // span)  # the first span without a sink
+    parts = [Part(Grid(whole, full - whole, 1), Grid(whole * span, full - whole, span, span))] if full > whole else []
+    cut = min(n, whole * span)
+    if sinks % span and cut > sinks:  # a span that begins with sinks
+        parts.append(Part(Grid(whole - 1), Grid.of(range(sinks, cut))))
+    if rest and full >= whole:
+        parts.append(Part(Grid(full), Grid.of(range(full * span, n))))
+    return make_plan(parts, full + bool(rest))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed(Partition):
+    """Section 4.1: the own span of s tokens directly, every other span (causal: every earlier one) a group.
+
+    Eq. 10 is 1-based, says "mod" for "div" and drops the first span; here span(j) = ⌊j/s⌋ and all spans count.
+    """
+
+    span: int | None = None
+
+    def sized(self, n):
+        return replace(self, span=self.span or default_span(n))
+
+    def direct(self, n, i):
+        s = self.span or default_span(n)
+        return range(i // s * s, i + 1 if self.causal else min(n, i // s * s + s))
+
+    def groups(self, n, i):
+        s = self.span or default_span(n)
+        last = i // s if self.causal else -(-n // s)
+        return [_block(n, s, 1, a) for a in range(last) if a != i // s]
+
+    def group_sets(self, n):
+        return (GroupSet("spans", self.span),)
+
+    def plan(self, n, which):
+        return Tree(causal=self.causal, span=self.span, depth=1).plan(n, which)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window(Partition):
+    """A sliding window over spans: the first `sinks` tokens directly, and every token from the start of the span that
+    contains i - window + 1 up to i (bidirectional: to the end of the span that contains i + window - 1); every other
+    span (causal: every complete one before that) is a group. A sink is in no group. window=1, sinks=0 is `Fixed`.
+    """
+
+    span: int | None = None
+    window: int = 256
+    sinks: int = 0
+
+    def sized(self, n):
+        return replace(self, span=self.span or default_span(n))
+
+    def near(self, n: int, i: int) -> range:
+        """The window, rounded to whole spans."""
+        s = self.span or default_span(n)
+        first = max(0, (i - self.window + 1) // s * s)
+        return range(first, i + 1 if self.causal else min(n, (i + self.window - 1) // s * s + s))
+
+    def direct(self, n, i):
+        near = self.near(n, i)
+        sinks = range(min(n, self.sinks, i + 1) if self.causal else min(n, self.sinks))
+        return [*(j for j in sinks if j not in near), *near]
+
+    def groups(self, n, i):
+        s, near = self.span or default_span(n), self.near(n, i)
+        blocks = (_span(n, s, a, self.sinks) for a in range(-(-n // s)))
+        past = (block for block in blocks if block.over and (not self.causal or block.over[-1] < near.start))
+        return [block for block in past if block.over[0] not in near]
+
+    def group_sets(self, n):
+        return (GroupSet("spans", self.span, skip=self.sinks),)
+
+    def plan(self, n, which):
+        s, w, causal = self.span, self.window, self.causal
+        assert s is not None
+        if which != "main":
+            return span_members(n, s, self.sinks)
+        rule = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0 if causal else w - 1, "past": causal}
+        block = -(-window_block(w) // s) * s  # whole spans: then all blocks have the same mask
+        reach = windows(0, n, w + s - 2, 0 if causal else w + s - 2, block=block)
+        parts = [replace(p, **rule) for p in reach]
+        sinks = min(self.sinks, n)
+        parts += [
+            replace(p, **{**rule, "rule": NOT_NEAR})
+            for p in rows_to_keys(range(n), range(sinks), hi=-w if causal else n, positions=range(sinks))
+        ]
+        first = self.sinks // s  # spans of sinks alone are no keys
+        ends = range(s - 1, s * -(-n // s), s)[first:]
+        seen = {"hi": -w} if causal else {"xlo": 1 - w, "xhi": w + s - 2}
+        parts += rows_to_keys(range(n), range(-(-n // s))[first:], positions=ends, source=1, **seen)
+        return make_plan(parts, n)
+
+
+@lru_cache(maxsize=4096)
+def _span(n: int, s: int, a: int, sinks: int) -> Group:
+    return Group(range(max(a * s, min(sinks, a * s + s)), min(n, a * s + s)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree(Partition):
+    """The remark in section 3.1: groups of groups. Level t has blocks of s^t tokens, t = 1 … depth.
+
+    Query i attends directly to its own block of s tokens, at level t < depth to the other blocks of s^t inside its
+    own block of s^(t+1), at the top to all other blocks. A block of level t > 1 is a group of its blocks of level
+    t-1. Causal: up to i, and earlier blocks only. depth=1 is `Fixed`; s ≈ n^(1/(depth+1)).
+    """
+
+    span: int | None = None
+    depth: int = 2
+
+    def sized(self, n):
+        return replace(self, span=self.span or max(2, default_span(n, self.depth)))
+
+    def branch(self, n: int) -> int:
+        return self.span or max(2, default_span(n, self.depth))
+
+    def direct(self, n, i):
+        return Fixed(span=self.branch(n), causal=self.causal).direct(n, i)
+
+    def groups(self, n, i):
+        s, found = self.branch(n), []
+        for level in range(1, self.depth + 1):
+            size = s**level
+            around = i // (size * s) * (size * s) if level < self.depth else 0
+            end = n if level == self.depth else min(n, around + size * s)
+            last = i // size if self.causal else -(-end // size)
+            found += [_block(n, s, level, a) for a in range(around // size, last) if a != i // size]
+        return found
+
+    def group_sets(self, n):
+        s, depth = self.span, self.depth
+        while depth > 1 and s ** (depth - 1) >= n:
+            depth -= 1  # the tree is not that deep: all tokens are in the first block
+        return tuple(GroupSet("spans", s**level, level - 1) for level in range(1, depth + 1))
+
+    def plan(self, n, which):
+        s, causal = self.span, self.causal
+        assert s is not None
+        if which != "main":
+            level = int(which.removeprefix("members:"))
+            return span_members(-(-n // s ** (level - 1)), s)
+        parts = diagonal(0, n, s, causal=causal)
+        for level in range(1, self.depth + 1):
+            size = s**level
+            if level == self.depth or size * s >= n:
+                ends = range(size - 1, size * -(-n // size), size)  # a summary stands where its block ends
+                rule = {"hi": -1} if causal else {"xlo": 0, "xhi": size - 1}
+                parts += rows_to_keys(range(n), range(len(ends)), positions=ends, source=level, **rule)
+                break
+            parts += self._inside(n, s, level)
+        return make_plan(parts, n)
+
+    def _inside(self, n: int, s: int, level: int) -> list[Part]:
+        """Level t < depth: each block of s^(t+1) queries sees the s summaries inside it, except the own one.
+
+        Causal, the rows of a block go in chunks that take only the summaries some row can see.
+        """
+        size, parent, causal = s**level, s ** (level + 1), self.causal
+        rule = {"hi": -1} if causal else {"xlo": 0, "xhi": size - 1}
+        full, rest = divmod(n, parent)
+        parts = []
+        for first, blocks, rows in ((0, full, parent), (full * parent, 1, rest)):
+            if not blocks or not rows:
+                continue
+            step = max(size, 128, -(-rows // CHUNKS // size) * size) if causal else rows
+            for start in range(0, rows, step):
+                chunk = min(step, rows - start)
+                seen = -(-(start + chunk) // size) - 1 if causal else -(-rows // size)
+                if seen > 0:
+                    queries = Grid(first + start, blocks, parent, chunk)
+                    keys = Grid(first // size, blocks, s, seen)
+                    ends = Grid(first + size - 1, blocks, parent, seen, size)
+                    parts.append(Part(queries, keys, level, ends, **rule))
+        return parts
+
+
+@lru_cache(maxsize=4096)
+def _block(n: int, s: int, level: int, a: int) -> Group:
+    """Block a of s^level tokens, a group of its blocks of s^(level-1)."""
+    over, inner = range(a * s**level, min(n, (a + 1) * s**level)), s ** (level - 1)
+    below = range(over.start // inner, -(-over.stop // inner)) if level > 1 else ()
+    return Group(over, children=tuple(_block(n, s, level - 1, b) for b in below))
+
+
+# ---- binary blocks ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logsparse(Partition):
+    """Section 4.2 and appendix B: i itself and, for every set bit l of i, block (i>>l)-1 of size 2^l.
+
+    A block of level 0 is one token, hence direct. Bidirectional adds the mirror image, the same on n-1-i.
+
+    Blocks with an even number are the only ones ever asked for. Of these exactly one ends with each token, so all
+    levels fit one array as long as the sequence, a Fenwick tree, and the blocks of i are read off the bits of i: i,
+    then i without its lowest bit, and so on. In base 64 these are, per digit of i, some of 63 nodes: one masked block
+    attention per digit, 64 queries × 63 nodes for the lowest, 4096 × 63 for the next. n·63 products per digit.
+    """
+
+    def blocks(self, n: int, i: int) -> list[range]:
+        def before(i: int) -> list[range]:
+            levels = [level for level in range(i.bit_length()) if i >> level & 1]
+            return [range(((i >> level) - 1) << level, (i >> level) << level) for level in levels]
+
+        found = before(i)
+        if not self.causal:
+            found += [range(n - block.stop, n - block.start) for block in before(n - 1 - i)]
+        return found
+
+    def direct(self, n, i):
+        return [i, *(block.start for block in self.blocks(n, i) if len(block) == 1)]
+
+    def groups(self, n, i):
+        return [Group(block) for block in self.blocks(n, i) if len(block) > 1]
+
+    def group_sets(self, n):
+        return (GroupSet("nodes"),) if self.causal else (GroupSet("nodes"), GroupSet("nodes-back"))
+
+    def plan(self, n, which):
+        """Sources: 0 the tokens, 1 the nodes, 2 the mirrored nodes.
+
+        An even token is a node and sees itself there, except a last one, whose node nobody else asks for.
+        """
+        if which != "main":
+            return self._members(n)
+        parts = self._digits(n, 1, False)
+        if n > 1:
+            odd = Grid(1, n // 2, 2)
+            parts.append(Part(odd, odd))
+        if n % 2:
+            parts.append(Part(Grid(n - 1), Grid(n - 1)))
+        return make_plan(parts if self.causal else parts + self._digits(n, 2, True), n)
+
+    @staticmethod
+    def _digits(n: int, source: int, back: bool) -> list[Part]:
+        """Queries to nodes, one digit after the other; a last block that is not full is a part of its own.
+
+        `back` mirrors it: blocks are counted from the end, and so are the nodes.
+        """
+        parts, unit = [], 1
+        while unit < n:
+            width = unit * RADIX
+            full, rest = divmod(n, width)
+            starts = (rest, 0) if back else (0, full * width)
+            for start, blocks, rows in zip(starts, (full, 1), (width, rest), strict=True):
+                nodes = (rows - 1) // unit  # of the block, at distances unit, 2·unit … from where it is counted
+                if not blocks or nodes < 1:
+                    continue
+                first = start + rows - nodes * unit if back else start + unit - 1
+                queries, keys = Grid(start, blocks, width, rows), Grid(first, blocks, width, nodes, unit)
+                parts.append(Part(queries, keys, source, rule=NODES_BACK if back else NODES))
+            unit = width
+        return parts
+
+    @staticmethod
+    def _members(n: int) -> Plan:
+        """Nodes to their tokens: those inside a block of 64 by one masked block, larger ones by one query each."""
+        full, rest = divmod(n, RADIX)
+        parts = []
+        if full:
+            inside = Grid(0, full, RADIX, RADIX - 1)
+            parts.append(Part(inside, inside, rule=MEMBERS))
+        if rest:
+            inside = Grid.of(range(full * RADIX, n))
+            parts.append(Part(inside, inside, rule=MEMBERS))
+        size = RADIX
+        while size <= n:
+            count = (n // size + 1) // 2  # blocks of this size with an even number
+            parts.append(Part(Grid(size - 1, count, 2 * size), Grid(0, count, 2 * size, size)))
+            size *= 2
+        return make_plan(parts, n)

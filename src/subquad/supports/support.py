@@ -1,0 +1,101 @@
+"""A support is a value: a frozen description with a text form, from which everything else about it follows.
+
+The definition (index sets, masks), the plans for the kernels, the picture, the cost and the input of the theory are all
+read off the same object. Operators carry the text, `patterns.Strided(causal=True, w=16)`, and look the plan up for the
+length that they are called with: a compiled or exported graph holds a description, not a list of blocks.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from subquad.supports.parts import Plan
+
+_GIVEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # supports that are made of a user's own functions
+_NUMBERS = count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """Who may attend to whom, for every length n. Sizes that are None follow from a length: see `sized`."""
+
+    causal: bool = False
+
+    @property
+    def text(self) -> str:
+        """The description that operators carry; `parse` is the inverse."""
+        return f"{type(self).__module__.rpartition('.')[2]}.{self!r}"
+
+    def sized(self, n: int) -> Support:
+        """The same with every size decided, for sequences of up to n tokens."""
+        return self
+
+    def plan(self, n: int, which: str) -> Plan:
+        """The blocks of one of its attentions for length n; `which` names it, such as "main"."""
+        raise TypeError(f"{type(self).__name__} has no plan {which!r}")
+
+
+class GivenSupport(Support):
+    """A support made of a user's own function or sets, which no text can hold: its text is a number in this process."""
+
+    @property
+    def text(self) -> str:
+        number = self.__dict__.get("_number")
+        if number is None:
+            number = next(_NUMBERS)
+            object.__setattr__(self, "_number", number)
+            _GIVEN[number] = self
+        return f"given:{number}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, in this process or another, gets a number of its own."""
+        return {key: value for key, value in self.__dict__.items() if key != "_number"}
+
+
+@torch.compiler.assume_constant_result
+def text_of(support: Support, n: int | None = None) -> str:
+    """The text of a support, with open sizes decided for length n: a constant of a compiled graph."""
+    return (support if n is None else support.sized(n)).text
+
+
+def parse(text: str) -> Support:
+    """The support that a text describes."""
+    if not text.startswith("given:"):
+        return _parse(text)
+    found = _GIVEN.get(int(text.removeprefix("given:")))
+    if found is None:
+        raise ValueError(f"support {text!r} belongs to a mechanism that does not exist in this process")
+    return found
+
+
+@lru_cache(maxsize=256)
+def _parse(text: str) -> Support:
+    name, _, arguments = text.partition("(")
+    module, _, kind = name.partition(".")
+    call = ast.parse(f"f({arguments}", mode="eval").body
+    assert isinstance(call, ast.Call)
+    options = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    return getattr(import_module(f"subquad.supports.{module}"), kind)(**options)
+
+
+def plan_of(text: str, n: int, which: str = "main") -> Plan:
+    """The plan of a support for length n."""
+    return _given_plan(parse(text), n, which) if text.startswith("given:") else _plan(text, n, which)
+
+
+@lru_cache(maxsize=128)
+def _plan(text: str, n: int, which: str) -> Plan:
+    return parse(text).plan(n, which)
+
+
+@lru_cache(maxsize=16)
+def _given_plan(support: Support, n: int, which: str) -> Plan:
+    return support.plan(n, which)

@@ -1,0 +1,175 @@
+"""The contract, shipped: `check_attention("my-mechanism")` runs every check against a mechanism.
+
+Each check is a function of a `Case` (one mechanism, causal or not, with its options) that raises AssertionError. A
+mechanism that cannot pass one declares it, `exceptions = {"check name": "reason"}`; the declaration is strict: an
+exception that no longer fails is an error. With pytest:
+
+    @subquad.testing.parametrize_with_checks("my-mechanism")
+    def test_contract(check):
+        check()
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from subquad.attention.base import Capabilities
+from subquad.attention.registry import mechanism
+from subquad.core.options import split_spec
+from subquad.testing.behaviour import (
+    any_layout_and_dtype,
+    bad_input_is_refused,
+    compiles,
+    copies_and_seeds,
+    dropout_is_fair,
+    leaves_no_trace,
+    no_state_between_calls,
+)
+from subquad.testing.case import Case, Foreign
+from subquad.testing.cost import grows_as_declared
+from subquad.testing.exactness import fast_equals_dense, grouped_heads, weights_are_probabilities
+from subquad.testing.masking import (
+    causal_by_value_and_gradient,
+    nan_stays_where_it_is,
+    padded_row_equals_alone,
+    padding_is_invisible,
+)
+
+__all__ = ["CHECKS", "ContractError", "cases", "check_attention", "parametrize_with_checks", "run_check"]
+
+
+class ContractError(AssertionError):
+    """What a mechanism promises and does not hold, one line per check."""
+
+
+CHECKS: dict[str, Callable[[Any], None]] = {
+    check.__name__: check
+    for check in (
+        fast_equals_dense,
+        weights_are_probabilities,
+        grouped_heads,
+        causal_by_value_and_gradient,
+        padding_is_invisible,
+        padded_row_equals_alone,
+        nan_stays_where_it_is,
+        no_state_between_calls,
+        leaves_no_trace,
+        any_layout_and_dtype,
+        compiles,
+        copies_and_seeds,
+        dropout_is_fair,
+        grows_as_declared,
+        bad_input_is_refused,
+    )
+}
+
+# What does not depend on the options of a mechanism is checked with the first of its examples only.
+ONCE = {
+    "any_layout_and_dtype",
+    "bad_input_is_refused",
+    "compiles",
+    "copies_and_seeds",
+    "dropout_is_fair",
+    "grows_as_declared",
+    "leaves_no_trace",
+    "no_state_between_calls",
+}
+
+
+def cases(spec: str, **options: Any) -> list[Case]:
+    """The mechanism bidirectional and causal, as far as it declares them."""
+    able = mechanism(split_spec(spec)[0]).capabilities
+    wanted = [c for c, can in ((False, able.bidirectional), (True, able.causal)) if can]
+    if "causal" in options:
+        wanted = [options.pop("causal")]
+    return [Case(spec, causal, options) for causal in wanted]
+
+
+def every_check(specs: Sequence[str]) -> Iterator[tuple[str, str, Case]]:
+    """(label, check, case): all checks with the first example of each mechanism, with the others those that options
+    can break.
+    """
+    for spec in specs:
+        given = ":" in spec
+        for number, options in enumerate([{}] if given else mechanism(spec).examples):
+            text = ",".join(f"{k}={v}" for k, v in options.items() if not callable(v))
+            for case in cases(spec, **options):
+                for check in CHECKS:
+                    if number == 0 or check not in ONCE:
+                        yield f"{spec}:{text}{'-causal' if case.causal else ''}-{check}", check, case
+
+
+def parametrize_with_checks(*specs: str) -> Callable:
+    """A pytest decorator: one test per check, example and direction; the test gets a function that runs the check."""
+    import pytest
+
+    def bound(check: str, case: Case) -> Callable[[], None]:
+        def run() -> None:
+            problem = run_check(check, case)
+            if problem:
+                raise ContractError(problem)
+
+        return run
+
+    params = [pytest.param(bound(check, case), id=label) for label, check, case in every_check(specs)]
+    return pytest.mark.parametrize("check", params)
+
+
+def check_attention(
+    spec: str | Callable[[bool], Any],
+    *,
+    only: Sequence[str] | None = None,
+    definition: Callable[..., Any] | None = None,
+    capabilities: Capabilities | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> None:
+    """Run the contract against a mechanism, causal and bidirectional as it declares; raise ContractError.
+
+        check_attention("strided:w=8")
+        check_attention("my-mechanism", span=16, only=["fast_equals_dense"])
+        check_attention(lambda causal: MyModule(2, 8, causal), definition=dense)
+
+    `options` go to the mechanism. Exceptions are the mechanism's own: `exceptions = {check: reason}`. A module that is
+    not registered comes as a function causal → module(q, k, v, key_mask=None) for 2 heads of width 8, with its
+    `definition(q, k, v, key_mask, causal)` → output and what it can do (`Capabilities`). `progress` prints a line per
+    check on standard error (default: on a terminal).
+    """
+    unknown = set(only or ()) - set(CHECKS)
+    if unknown:
+        raise ValueError(f"only: no check is called {', '.join(sorted(unknown))} (checks: {', '.join(CHECKS)})")
+    if callable(spec):
+        if definition is None:
+            raise ValueError(
+                "definition is needed for a module that is not registered: (q, k, v, key_mask, causal) → out"
+            )
+        found: Sequence[Any] = Foreign.cases(spec, definition, capabilities or Capabilities())
+    else:
+        found = cases(spec, **options)
+    failures = []
+    for case in found:
+        for name in only or [check for check in CHECKS if check not in case.cannot]:
+            started = time.perf_counter()
+            problem = run_check(name, case)
+            if progress if progress is not None else sys.stderr.isatty():
+                seconds = time.perf_counter() - started
+                print(
+                    f"{'ok' if problem is None else 'FAILS':6}{seconds:6.1f} s  {case.title}, {name}", file=sys.stderr
+                )
+            if problem:
+                failures.append(f"{case.title}, {name}: {problem}")
+    if failures:
+        raise ContractError("\n".join(failures))
+
+
+def run_check(name: str, case: Any) -> str | None:
+    """One check: None when it holds (or fails as declared), else what is wrong."""
+    excused = case.exceptions.get(name)
+    try:
+        CHECKS[name](case)
+    except Exception as error:  # a crash is a failure of the contract like any other
+        return None if excused else f"{type(error).__name__}: {error}"
+    return f"is declared an exception ({excused}) but holds: take the declaration out" if excused else None

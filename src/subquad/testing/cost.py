@@ -1,0 +1,46 @@
+"""The check of growth: counted, not timed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from subquad.testing.case import Case
+
+
+def grows_as_declared(case: Case) -> None:
+    """Operations, and bytes kept for the backward, grow no faster than n to the declared exponent.
+
+    Counted on tensors without data, from 4,096 to 65,536 tokens; where the work depends on the data, on real ones.
+    """
+    declared = case.core(case.make(torch.float32))
+    real = declared.data_dependent
+    sizes = (1024, 4096) if real else (4096, 65536)
+    counts, kept = zip(*(_count(case, n, real) for n in sizes), strict=True)
+    assert counts[0] > 0, "no operation was counted"
+    step = math.log(sizes[1] / sizes[0])
+    for what, (small, large) in (("operations", counts), ("memory", kept)):
+        exponent = math.log(large / small) / step
+        limit = max(declared.exponent, 1.0) + 0.25  # logarithms and rounded block sizes
+        assert exponent <= limit, f"{what} grow like n^{exponent:.2f}, declared n^{declared.exponent}"
+
+
+def _count(case: Case, n: int, real: bool) -> tuple[int, int]:
+    """Floating-point operations and bytes kept for the backward of one step at length n."""
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
+        module = case.make(torch.float32)
+        xs = [torch.randn(x.shape, requires_grad=True) for x in case.inputs(n, torch.float32, batch=1)]
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            case.run(module, xs).sum().backward()
+    return counter.get_total_flops(), sum(storages.values())

@@ -1,0 +1,66 @@
+"""Checks of exactness: the fast path against the definition, weights, grouped heads."""
+
+from __future__ import annotations
+
+import torch
+
+from subquad.testing.case import LENGTHS, TOLERANCE, Case, close, gradient_names, gradients, masks
+
+
+def fast_equals_dense(case: Case) -> None:
+    """Values and gradients of the fast path are those of the dense definition, at every awkward length and padding."""
+    for dtype, tolerance in TOLERANCE.items():
+        module = case.make(dtype)
+        for n in LENGTHS if dtype == torch.float64 else (9, 33):
+            for mask in (None, masks(n)) if case.able.padding else (None,):
+                xs = [x.requires_grad_() for x in case.inputs(n, dtype, 2 if mask is None else len(mask))]
+                what = f"n={n}, {'no' if mask is None else 'every kind of'} padding, {dtype}"
+                fast, slow = case.run(module, xs, mask), case.dense(module, xs, mask)
+                close(fast, slow, tolerance, f"value at {what}")
+                pairs = zip(gradients(fast, xs, module), gradients(slow, xs, module), strict=True)
+                for name, (a, b) in zip(gradient_names(case, module), pairs, strict=True):
+                    close(a, b, tolerance, f"gradient of {name} at {what}")
+
+
+def weights_are_probabilities(case: Case) -> None:
+    """Weights are ≥ 0, sum to 1 where there is support, and cover exactly the declared support."""
+    if not case.able.weights:
+        return
+    module = case.make()
+    sparse = any(getattr(part, "sparse", False) for part in module.modules()) or case.able.stochastic
+    for n in (1, 2, 9, 33):
+        for mask in (None, masks(n)) if case.able.padding else (None,):
+            q, k, _ = case.inputs(n, batch=2 if mask is None else len(mask))
+            torch.manual_seed(2)
+            weights = module.weights(q, k, key_mask=mask)  # (B, H, n, n)
+            what = f"n={n}, {'no' if mask is None else 'every kind of'} padding"
+            assert weights.shape == (len(q), case.heads, n, n), f"weights have shape {tuple(weights.shape)} at {what}"
+            assert (weights >= 0).all(), f"negative weight at {what}"
+            total, alive = weights.sum(-1), (weights > 0).any(-1)
+            close(total, alive.to(total), 1e-9, f"sum of weights at {what}")
+            if mask is None:
+                support = module.support(n).expand(weights.shape)
+                assert (weights[~support] == 0).all(), f"weight outside the support at {what}"
+                assert sparse or ((weights > 0) == support).all(), f"weights do not cover the support at {what}"
+            else:
+                assert (weights.transpose(1, 3)[~mask] == 0).all(), f"weight on a padded key at {what}"
+                assert sparse or alive.transpose(1, 2)[mask].all(), f"a real token has no weights at {what}"
+
+
+def grouped_heads(case: Case) -> None:
+    """Fewer key and value heads than query heads give what the repeated ones give, values and gradients."""
+    if case.is_layer:
+        return
+    wide = Case(case.spec, case.causal, case.options, heads=4, width=case.width)
+    module = wide.make()
+    for n, mask in ((9, None), (33, masks(33) if case.able.padding else None)):
+        batch = 2 if mask is None else len(mask)
+        q, k, v = wide.inputs(n, batch=batch)
+        for few in (2, 1):
+            xs = [x.requires_grad_() for x in (q.clone(), k[:, :few].clone(), v[:, :few].clone())]
+            repeated = [xs[0], *(x.repeat_interleave(4 // few, 1) for x in xs[1:])]
+            got, want = wide.run(module, xs, mask), wide.run(module, repeated, mask)
+            what = f"{few} key heads for 4 query heads, n={n}"
+            close(got, want, 1e-9, f"value with {what}")
+            for name, a, b in zip(wide.names, gradients(got, xs), gradients(want, xs), strict=True):
+                close(a, b, 1e-9, f"gradient of {name} with {what}")
