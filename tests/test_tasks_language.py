@@ -19,9 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from subquad.data.cache import mapped, pieces
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks import task
-from subquad.tasks.cache import mapped, pieces
 from subquad.tasks.language import entropies
 
 TEXT = ("To be, or not to be: that is the question.\n" * 40).encode()

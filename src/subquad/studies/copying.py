@@ -38,8 +38,8 @@ def show(
     depth: Annotated[int, typer.Option(min=1, help="Most layers.")] = 3,
 ) -> None:
     """Accuracy on the copying task for 1, 2, … layers of full, STRIDED and FIXED attention (table 1 of Yun et al.)."""
-    from subquad.cli.console import out as console
-    from subquad.cli.train import quiet
+    from subquad.core.console import out as console
+    from subquad.training.quiet import quiet
 
     quiet()
     depths = tuple(range(1, depth + 1))

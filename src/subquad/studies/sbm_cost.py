@@ -25,6 +25,7 @@ import typer
 from subquad.attention.registry import attention
 from subquad.attention.sbm import Sbm
 from subquad.core import memory
+from subquad.core.numbers import growth_exponent
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -80,10 +81,7 @@ def run(lengths: Sequence[int] = LENGTHS, degree: float = 64, repeats: int = 3) 
 
 def exponent(records: Sequence[dict[str, Any]], key: str) -> float:
     """The slope b of log(records[key]) over log(n): key ~ n^b."""
-    x = [math.log(record["n"]) for record in records]
-    y = [math.log(record[key]) for record in records]
-    a, b = sum(x) / len(x), sum(y) / len(y)
-    return sum((u - a) * (v - b) for u, v in zip(x, y, strict=True)) / sum((u - a) ** 2 for u in x)
+    return growth_exponent([record["n"] for record in records], [record[key] for record in records])
 
 
 def draw_cost(records: Sequence[dict[str, Any]], path: Path | str) -> Path:

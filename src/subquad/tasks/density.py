@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from subquad.core.options import option
+from subquad.data.datasets import Examples, with_validation
+from subquad.data.files import Source
 from subquad.tasks import scores
 from subquad.tasks.base import Splits, Task
-from subquad.tasks.datasets import Examples, divided
-from subquad.tasks.files import Source
 from subquad.tasks.image import pixels, read_cifar10
 from subquad.tasks.recipe import Recipe
 
@@ -73,7 +73,7 @@ class ImageDensity(Task):
             )
         read = self._cifar10 if r.source == "cifar10" else self._imagenet64
         train, test = (self._examples(read(part)) for part in ("train", "test"))
-        return divided(train, test, r.valid, r, self.seed)
+        return with_validation(train, test, r.valid, self.seed, train_size=r.train_size, eval_size=r.eval_size)
 
     def _cifar10(self, part: str) -> np.ndarray:
         return pixels(read_cifar10(self.data, part)[0], "rgb")  # (N, 3072)

@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.core.options import option
+from subquad.data.datasets import Examples
+from subquad.data.files import Source, read_lines
 from subquad.tasks.base import Example, Splits, Task
 from subquad.tasks.contours import picture
-from subquad.tasks.datasets import Examples
-from subquad.tasks.files import Source, read_lines
 from subquad.tasks.recipe import Recipe
 
 SOURCE = Source(
