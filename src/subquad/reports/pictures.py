@@ -114,6 +114,7 @@ def weight_pictures(model_folder: Path, input_ids: Tensor) -> list[dict[str, str
 
 def example_of(model_folder: Path, data: Path | None) -> Tensor:
     """The first test example of the task that a model was trained for, cut to EXAMPLE tokens: (n,)."""
+    quiet()
     _, task = load(model_folder, data)
     ids = torch.as_tensor(task.load().test[0]["input_ids"])
     ids = ids if ids.dim() == 1 else ids[0]  # a task with two texts: the first
