@@ -146,7 +146,7 @@ def test_the_page_is_whole_and_alone(page):
 
 def test_every_number_of_the_table_is_there(page, comparison):
     text = Balanced(page.read_text()).text
-    for column in columns([{**row, "colour": 0} for row in comparison["rows"]], "accuracy"):
+    for column in columns([{**row, "colour": 0} for row in comparison["rows"]], "accuracy", None):
         for cell in column.cells:
             assert cell.text in text and cell.note in text
     assert "0.920 ± 0.014" in text and "× 0.25" in text and "300 MiB" in text and "12,349" in text
@@ -256,10 +256,15 @@ def test_the_best_is_marked_unless_most_are():
     rows = [
         make_row(name, [score], time, []) for name, score, time in (("a", 0.5, 1.0), ("b", 0.7, 0.5), ("c", 0.6, 2.0))
     ]
-    score, time, total, _, parameters, _ = columns(rows, "accuracy")
+    found = findings.find([{**row, "colour": 0} for row in rows])
+    assert found is not None
+    best = next(row for row in rows if row["attention"] == found.best["attention"])
+    score, time, total, _, parameters, _ = columns(rows, "accuracy", found._replace(best=best, level=[rows[2]]))
+    assert [cell.best for cell in score.cells] == [False, True, True], "those that are level are marked too"
+    score = columns(rows, "accuracy", found._replace(best=best))[0]
     assert [cell.text for cell in total.cells] == ["7 min", "3 min", "13 min"] and not any(c.best for c in total.cells)
-    assert time.cells[1].note == "quartiles 0.45 to 0.55" and total.cells[0].note == "200 ms a step, 100 ms to 300 ms"
-    assert not any(cell.best for cell in columns(rows, "accuracy", busy=True)[1].cells)
+    assert time.cells[1].note == "quartiles 0.45 to 0.55" and total.cells[0].note == "100 ms to 300 ms a step"
+    assert not any(cell.best for cell in columns(rows, "accuracy", None, busy=True)[1].cells)
     assert [cell.best for cell in score.cells] == [False, True, False]
     assert [cell.best for cell in time.cells] == [False, True, False] and [cell.bar for cell in time.cells] == [
         50,

@@ -162,8 +162,8 @@ def test_the_task_of_the_documentation_is_learned(tmp_path, monkeypatch):
 
 def test_full_attention_finds_repeated_tokens(tmp_path):
     """The share of repeated tokens, 0.61, is all that a model without attention can know."""
-    settings = ("length=8", "width=64", "feedforward=64", "steps=500", "batch=64", "evaluate=500", "eval_size=128",
-                "rate=5e-3")  # fmt: skip
+    settings = ("length=8", "width=64", "feedforward=64", "steps=120", "batch=64", "evaluate=120", "eval_size=128",
+                "rate=1e-2")  # fmt: skip
     result = train(Run(task("repeated-tokens", settings=settings), ["full"], tmp_path, command=["x"]))
     assert result["test"]["accuracy"] > 0.8
 
@@ -179,7 +179,7 @@ def needle_scores(tmp_path, settings: tuple[str, ...]) -> dict[str, float]:
 
 def test_needles_need_attention(tmp_path):
     """In small: half as many tokens, one layer."""
-    settings = ("length=32", "sentence=2", "steps=80", "batch=16", "evaluate=80", "eval_size=64", "width=32",
+    settings = ("length=32", "sentence=2", "steps=60", "batch=16", "evaluate=60", "eval_size=64", "width=32",
                 "feedforward=32", "layers=1", "heads=2", "keys=2", "values=4", "questions=4", "repeats=2",
                 "rate=1e-2")  # fmt: skip
     scores = needle_scores(tmp_path, settings)

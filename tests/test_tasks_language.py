@@ -94,7 +94,7 @@ def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "file"))
     (tmp_path / "text.gz").write_bytes(gzip.compress(b"x"))
-    with pytest.raises(OSError, match=r"cannot be unpacked into .*SUBQUAD_CACHE names another folder"):
+    with pytest.raises(OSError, match=r"cannot be unpacked into .*set SUBQUAD_CACHE to another folder"):
         mapped(tmp_path / "text.gz", pieces)
 
 

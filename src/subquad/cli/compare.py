@@ -97,8 +97,8 @@ def show(result: dict[str, Any]) -> None:
     console, rows = out(), result["rows"]
     about = f", recipe {result['recipe']}, length {result['settings']['length']:,}"
     console.print(Text.assemble((result["task"], "bold"), about), soft_wrap=True)
-    console.print(table(rows, result.get("guessing")))
     busy = findings.untrusted(result)
+    console.print(table(rows, result.get("guessing"), trusted=busy is None))
     found = findings.find([{**row, "colour": 0} for row in rows], result.get("guessing"), busy=busy)
     if found is None:
         return
@@ -106,7 +106,7 @@ def show(result: dict[str, Any]) -> None:
     console.print(Text(findings.caution(rows, busy)), soft_wrap=True)
 
 
-def table(rows: list[dict[str, Any]], guessing: dict[str, float] | None = None) -> Table:
+def table(rows: list[dict[str, Any]], guessing: dict[str, float] | None = None, *, trusted: bool = True) -> Table:
     """One line per attention, and one for guessing."""
     metric = next((row["metric"] for row in rows if row["metric"]), "metric")
     result = Table(box=None, header_style="bold", pad_edge=False)
@@ -120,7 +120,7 @@ def table(rows: list[dict[str, Any]], guessing: dict[str, float] | None = None) 
             result.add_row(row["attention"], "failed" if row["error"] else "–", *["–"] * 5)
             continue
         result.add_row(
-            row["attention"], score(row), relative(row), total(row), f"{row['memory'] / 2**20:,.0f} MiB",
+            row["attention"], score(row), relative(row, trusted), total(row), f"{row['memory'] / 2**20:,.0f} MiB",
             f"{row['parameters']:,}", f"{row['connections']:,.0f}",
         )  # fmt: skip
     if guessing is not None:
@@ -133,14 +133,15 @@ def score(row: dict[str, Any]) -> str:
     return f"{row['mean']:.3f}{spread}"
 
 
-def relative(row: dict[str, Any]) -> str:
-    """× median (quartiles); ≈ where it was not measured side by side."""
+def relative(row: dict[str, Any], trusted: bool = True) -> str:
+    """× median (quartiles); ≈ where it was not measured side by side, or on a busy machine."""
     if row["relative_time"] is None:
         return "–"
+    sign = "×" if trusted and row.get("relative_quartiles") else "≈"
     if not row.get("relative_quartiles"):
-        return f"≈ {row['relative_time']:.2f}"
+        return f"{sign} {row['relative_time']:.2f}"
     low, middle, high = row["relative_quartiles"]
-    return f"× {middle:.2f} ({low:.2f}–{high:.2f})"
+    return f"{sign} {middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def total(row: dict[str, Any]) -> str:

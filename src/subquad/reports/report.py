@@ -48,7 +48,8 @@ def render(comparison: dict[str, Any], *, title: str) -> str:
         "about": about(comparison, found),
         "guessing": comparison.get("guessing") and findings.number(comparison["guessing"]["score"]),
         "legend": charts.legend([(one.name, one.colour) for one in histories if one.seeds]),
-        "columns": columns(rows, metric, busy=busy is not None),
+        "columns": columns(rows, metric, found, busy=busy is not None),
+        "names": charts.legend([(row["attention"], row["colour"]) for row in findings.finished(rows)]),
         "rows": rows,
         "costs": costs(rows, metric, busy=busy is not None),
         "curves": curves.draw_curves(histories, metric),
@@ -125,17 +126,22 @@ class Column:
     cells: list[Cell]
 
 
-def columns(rows: Sequence[Row], metric: str, *, busy: bool = False) -> list[Column]:
-    """The table, column by column; no time is marked as the best if times are not to be trusted."""
-    larger = next((bool(row["larger_is_better"]) for row in findings.finished(rows)), True)
+def columns(rows: Sequence[Row], metric: str, found: findings.Findings | None, *, busy: bool = False) -> list[Column]:
+    """The table, column by column. Of the metric all that are level with the best are marked, if they beat guessing; of
+    the time none if times are not to be trusted.
+    """
+    sign = "≈" if busy else "×"
     made = [
-        column(rows, metric, "mean", findings.score, larger=larger),
-        column(rows, "relative time", "relative_time", lambda row: f"× {row['relative_time']:.2f}", mark=not busy),
+        column(rows, metric, "mean", findings.score, mark=False),
+        column(rows, "relative time", "relative_time", lambda row: f"{sign} {row['relative_time']:.2f}", mark=not busy),
         column(rows, "training time", "total_seconds", lambda row: duration(row["total_seconds"]), mark=False),
         column(rows, "peak memory", "memory", lambda row: mebibytes(row["memory"])),
         column(rows, "parameters", "parameters", lambda row: f"{row['parameters']:,}"),
         column(rows, "connections", "connections", lambda row: f"{row['connections']:,.0f}"),
     ]
+    winners = [found.best, *found.level] if found is not None and found.beats_guessing else []
+    for row, cell in zip(rows, made[0].cells, strict=True):
+        cell.best = len(winners) < len(rows) and any(row is each for each in winners)
     slowest = max((cell.value for cell in made[1].cells if cell.value), default=1.0)
     for row, score, time, total in zip(rows, *(each.cells for each in made[:3]), strict=True):
         if len(row["scores"]) > 1:
@@ -144,24 +150,22 @@ def columns(rows: Sequence[Row], metric: str, *, busy: bool = False) -> list[Col
             low, _, high = row["relative_quartiles"]
             time.note = f"quartiles {low:.2f} to {high:.2f}"
         if row.get("step_quartiles"):
-            low, middle, high = (milliseconds(seconds) for seconds in row["step_quartiles"])
-            total.note = f"{middle} a step, {low} to {high}"
+            low, _, high = (milliseconds(seconds) for seconds in row["step_quartiles"])
+            total.note = f"{low} to {high} a step"
         if time.value:
             time.bar = 100 * time.value / slowest
     return made
 
 
-def column(
-    rows: Sequence[Row], title: str, key: str, show: Callable[[Row], str], *, larger: bool = False, mark: bool = True
-) -> Column:
-    """Cells of one number; the best ones are marked, unless most are. What looks equal is equal."""
+def column(rows: Sequence[Row], title: str, key: str, show: Callable[[Row], str], *, mark: bool = True) -> Column:
+    """Cells of one number; the smallest are marked, unless most are. What looks equal is equal."""
     cells = [Cell(row.get(key)) for row in rows]
     for cell, row in zip(cells, rows, strict=True):
         cell.text = cell.text if cell.value is None else show(row)
     known = [(cell.value, cell) for cell in cells if cell.value is not None and math.isfinite(cell.value)]
     if known and mark:
-        _, best = (max if larger else min)(known, key=lambda pair: pair[0])
-        marked = [cell for _, cell in known if cell.text.split(" ± ")[0] == best.text.split(" ± ")[0]]
+        _, best = min(known, key=lambda pair: pair[0])
+        marked = [cell for _, cell in known if cell.text == best.text]
         for cell in marked if 2 * len(marked) <= len(known) else ():
             cell.best = True
     return Column(title, cells)

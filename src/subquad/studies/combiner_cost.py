@@ -139,10 +139,10 @@ def draw(rows: Sequence[Row], path: Path | str) -> Path:
 
 
 def show(
-    causal: Annotated[bool, typer.Option(help="Causal attention, or both ways.")] = True,
-    heads: Annotated[int, typer.Option(help="Heads of 64, one sequence.")] = 2,
+    causal: Annotated[bool, typer.Option(help="Causal or bidirectional attention.")] = True,
+    heads: Annotated[int, typer.Option(help="Number of heads of width 64.")] = 2,
     longest: Annotated[int, typer.Option(help="Lengths from 1024 up to here.")] = 65536,
-    png: Annotated[str, typer.Option(help="Where the plot goes.")] = "combiner-cost.png",
+    png: Annotated[str, typer.Option(help="File for the plot.")] = "combiner-cost.png",
 ) -> None:
     """Operations and memory of every Combiner plan over n, against the declared exponent: a table and a plot."""
     if heads < 1 or longest < 2 * LENGTHS[0]:

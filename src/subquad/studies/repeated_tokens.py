@@ -57,7 +57,9 @@ def draw_training(out: Path, attentions: Iterable[str]) -> Path:
 
 
 def show(
-    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("out/repeated-tokens"),
+    out: Annotated[Path, typer.Option(help="Folder of the runs; finished ones are kept.")] = Path(
+        "out/repeated-tokens"
+    ),
     attention: Annotated[str, typer.Option(help="Mechanisms with their options, comma-separated.")] = "full,sbm",
     settings: Annotated[
         list[str] | None,

@@ -108,10 +108,10 @@ def draw_cost(records: Sequence[dict[str, Any]], path: Path | str) -> Path:
 
 
 def show(
-    png: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("sbm-cost.png"),
-    degree: Annotated[float, typer.Option(min=1, help="Expected edges of a query.")] = 64,
+    png: Annotated[Path, typer.Option(help="File for the plot.")] = Path("sbm-cost.png"),
+    degree: Annotated[float, typer.Option(min=1, help="Expected number of edges of a query.")] = 64,
     longest: Annotated[int, typer.Option(min=2 * LENGTHS[0], help="Lengths from 1024 up to here.")] = LENGTHS[-1],
-    repeats: Annotated[int, typer.Option(min=1, help="Steps of which the fastest counts.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of steps; the fastest counts.")] = 3,
 ) -> None:
     """Time and memory of SBM attention at a constant number of edges per query: a table and a plot."""
     records = run([n for n in LENGTHS if n <= longest], degree, repeats)
