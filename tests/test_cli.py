@@ -325,11 +325,13 @@ def test_threads_wait_passively_unless_the_user_says_otherwise():
     assert python(code, GOMP_SPINCOUNT="0").stdout.split()[-1] == "None"
 
 
-@pytest.mark.parametrize("delay", [0.15, 0.6])
+@pytest.mark.parametrize("delay", [0.05, 0.2, 0.5])
 def test_ctrl_c_while_importing_ends_cleanly(delay):
+    code = "import sys; from subquad.__main__ import main; print('begun', flush=True); main()"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "subquad", "train", "needle", "--out", "/dev/null/nowhere"]
+    command = [sys.executable, "-c", code, "train", "needle", "--out", "/dev/null/nowhere"]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
