@@ -15,7 +15,7 @@ from typing import Annotated, Any
 try:
     import rich  # noqa: F401  (typer does without it, our tables do not)
     import typer
-    from typer.core import TyperGroup
+    from typer.core import TyperCommand, TyperGroup
 except ModuleNotFoundError as missing:
     print(f'error: the command subquad needs {missing.name}: pip install "subquad[train]"', file=sys.stderr)
     raise SystemExit(2) from None
@@ -44,7 +44,28 @@ IMPORTS = "SUBQUAD_IMPORT"  # modules of --import, for the processes that a comm
 UsageError: Any = typer.BadParameter.__base__  # click's; typer brings its own copy of click or uses the real one
 
 
-class Commands(TyperGroup):
+class PlainHelp:
+    """--help as a flag that is False by default: of a None typer asks pydantic what it means, which costs 0.1 s."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None and option.default is None:
+            option.default = False
+        return option
+
+
+class Command(PlainHelp, TyperCommand):
+    pass
+
+
+class Part(typer.Typer):
+    """The commands of one module."""
+
+    def command(self, *names: Any, **options: Any) -> Any:
+        return super().command(*names, **{"cls": Command, **options})
+
+
+class Commands(PlainHelp, TyperGroup):
     """Imports commands when they are asked for. Every error of the user's making is one red line on stderr and exit
     code 2, without a traceback.
     """
@@ -59,22 +80,46 @@ class Commands(TyperGroup):
 
     def _load(self, *names: str) -> None:
         for module in dict.fromkeys(COMMANDS[name] for name in names if name not in self.commands):
-            part = typer.Typer(callback=lambda: None, context_settings=app.info.context_settings)
+            part = Part(callback=lambda: None, context_settings=app.info.context_settings)
             import_module(f"subquad.cli.{module}").add_to(part)
             self.commands.update(typer.main.get_group(part).commands)
 
     def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(args, *rest, standalone_mode=False, **extra)
+            code = super().main(import_modules(words), *rest, standalone_mode=False, **extra)
         except UsageError as error:
             code = complain(error.format_message())
         except (ValueError, TypeError, OSError, ImportError) as error:
-            if "--traceback" in (sys.argv if args is None else args):
+            if "--traceback" in words:
                 raise
             code = complain(describe(error))
         if standalone_mode:
             sys.exit(code if isinstance(code, int) else 0)
         return code
+
+
+def import_modules(words: list[str]) -> list[str]:
+    """Import what `--import MODULE` names before the command, here and in the processes that the command starts.
+    Returns the other words.
+    """
+    rest, wanted = list(words), [*filter(None, os.environ.get(IMPORTS, "").split(","))]
+    at = 0
+    while at < len(rest) and rest[at].startswith("-"):
+        option, equals, module = rest[at].partition("=")
+        if option != "--import":
+            at += 1
+            continue
+        module = module if equals else "".join(rest[at + 1 : at + 2])
+        if not module or module.startswith("-"):
+            raise typer.BadParameter("--import needs the name of a module")
+        wanted.append(module)
+        del rest[at : at + (1 if equals else 2)]
+    for module in dict.fromkeys(wanted):
+        import_user_module(module)
+    if wanted:
+        os.environ[IMPORTS] = ",".join(dict.fromkeys(wanted))
+    return rest
 
 
 def describe(error: Exception) -> str:
@@ -108,23 +153,18 @@ def subquad(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     modules: Annotated[
-        list[str] | None,
+        bool,  # `import_modules` has taken it off the line: a list would make typer load pydantic for every command
         typer.Option(
             "--import",
             metavar="MODULE",
             help="Import a module first, so that the mechanisms and tasks it registers are known; may be repeated.",
         ),
-    ] = None,
+    ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Full attention at sub-quadratic cost: choose, inspect, measure, train and compare attention mechanisms.
 
     A SPEC names a mechanism with its options: fixed, fixed:w=8, bigbird:block=32,seed=1.
     """
-    wanted = [*filter(None, os.environ.get(IMPORTS, "").split(",")), *(modules or ())]
-    for module in dict.fromkeys(wanted):
-        import_user_module(module)
-    if wanted:
-        os.environ[IMPORTS] = ",".join(dict.fromkeys(wanted))
     if context.invoked_subcommand is None:
         print(context.get_help())
