@@ -1,24 +1,29 @@
-# make run    set up, then the main job
-# make test   set up, then the tests
-# make check  formatting, lint, types
+# make run       set up, then the main job
+# make test      set up, then the tests
+# make test-all  the tests, the slow ones too, with random inputs in plenty and fresh seeds
+# make check     formatting, lint, types, layers
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test check format clean
+.PHONY: run test test-all check format clean
 
-# Four attentions on one task, in about five minutes on 2 cores; stopped, it goes on where it was.
+# Four attentions on one task, in about five minutes on 2 cores; run it again to resume it.
 run: $(READY)
 	$(BIN)/subquad compare needle --attention full,combiner-fixed,composite-slice:slice_length=16,sbm:clusters=16 --out out/run
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+test-all: $(READY)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or not slow" --hypothesis-profile thorough
+
 check: $(READY)
 	$(BIN)/ruff format --check src tests
 	$(BIN)/ruff check src tests
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(READY)
 	$(BIN)/ruff format src tests

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin starve the other workers
+
 import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
-settings.register_profile("subquad", deadline=None, max_examples=15, derandomize=True)
-settings.load_profile("subquad")
+settings.register_profile("quick", deadline=None, max_examples=15, derandomize=True)
+settings.register_profile("thorough", deadline=None, max_examples=200, print_blob=True)  # fresh seeds every time
+settings.load_profile("quick")  # --hypothesis-profile chooses another one
 
 ROOT = Path(__file__).parents[1]
 PLACES = [os.environ.get("SUBQUAD_DATA"), ROOT / "data", ROOT.parent / "data", ROOT.parent / "shared" / "data"]

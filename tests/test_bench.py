@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import subquad
-from subquad import bench, memory
+from subquad import bench
 from subquad.attention.base import Attention, Capabilities
 from subquad.bench import Setting, for_length, make_inputs, make_step, measure, peak_memory, report, steps, write
+from subquad.core import memory
 
 SMALL = Setting(heads=2, head_dim=8)
 

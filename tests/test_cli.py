@@ -1,8 +1,12 @@
 """The command: what it prints, what it writes, and how it refuses."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +17,15 @@ from typer.testing import CliRunner
 
 import subquad
 from subquad import bench as measurement
+from subquad import tasks
+from subquad.__main__ import WAITING
 from subquad.attention.base import Attention
-from subquad.cli import app, study
+from subquad.attention.registry import describe, mechanism
+from subquad.cli import COMMANDS, IMPORTS, app, study
 from subquad.cli.bench import against, count, parse_lengths, seconds
 from subquad.cli.terminal import coarse, draw
+from subquad.cli.train import show as show_training
+from subquad.core import declarations
 from subquad.plots import COLOURS
 
 PNG = b"\x89PNG\r\n"
@@ -60,8 +69,7 @@ def test_show_explains_and_draws(run):
         "Child et al.",
         "length of a segment",
         "an integer ≥ 1 or None",
-        "cost: n·√n",
-        "exponent: ",
+        "cost: grows like n^2, up to logarithms, with these options (in general n·√n)\n",
         "█ direct",
     ):
         assert words in result.stdout
@@ -90,7 +98,8 @@ def test_show_prints_a_report_of_costs(run):
         result = run("show costly --n 1000")
     finally:
         subquad.unregister("costly")
-    assert "exponent: 1.5\n" in result.stdout and "terms per query: 3,000\n" in result.stdout
+    assert result.stdout.count("cost: ") == 1 and "exponent" not in result.stdout, "one cost, not two"
+    assert "terms per query: 3,000\n" in result.stdout
     assert "(500,500 direct, 499,500 through summaries)" in result.stdout
     assert "(9 × 9 tokens per cell)" in result.stdout and "░ through a summary" in result.stdout
 
@@ -174,6 +183,17 @@ def test_numbers_are_written_for_people():
     [
         ("show fixd", "unknown attention 'fixd'; did you mean fixed?"),
         ("show fixed:ww=3", "fixed has no option 'ww'; did you mean w?"),
+        ("show strided:width=8", "strided has no option 'width'; did you mean w?"),
+        ("show Combiner-Fixed", "unknown attention 'Combiner-Fixed'; did you mean combiner-fixed"),
+        ("train Listops", "unknown task 'Listops'; did you mean listops"),
+        ("train needle --attention ful|star", "unknown attention 'ful'; did you mean full"),
+        ("compare needle --attention full,sbn", "unknown attention 'sbn'; did you mean sbm"),
+        ("compare needel --attention full", "unknown task 'needel'; did you mean needle"),
+        ("compare needle --attention full,full", "names full twice"),
+        ("train needle --set batch=0", "needle: batch must be an integer ≥ 1, not 0"),
+        ("bench fixed --batch 0", "--batch"),
+        ("--import", "--import needs the name of a module"),
+        ("--import no_such_module list", "module 'no_such_module' not found, neither installed nor in "),
         ("show fixed:w=0", "w must be an integer ≥ 1 or None, not 0"),
         ("show fixed:w", "'w' is not of the form option=value"),
         ("show fixed --n 0", "--n"),
@@ -211,24 +231,161 @@ def test_a_traceback_can_be_asked_for(run):
     assert isinstance(result.exception, ValueError) and result.exit_code == 1
 
 
-@pytest.mark.parametrize("command", ["", "list", "show", "plot", "gallery", "bench", "study"])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_every_command_has_help_with_an_example(run, command):
     result = run(f"{command} --help")
     assert result.exit_code == 0
     assert "Usage: " in result.stdout and ("Example: " in result.stdout or command == "study")
 
 
-def test_the_module_runs_and_imports_no_more_than_the_package():
+# ---- before torch is loaded --------------------------------------------------------------------------------
+
+AT_ONCE = ("--help", "list", "--version", "", "list --json", "tasks", "lst", "--nonsense", "show fixd",
+           "show fixed --n 0", "bench fixd", "train nothing", "compare needle --attention fuul", "train --help",
+           "compare --help")  # fmt: skip
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+    kept = {key: value for key, value in os.environ.items() if key not in WAITING}
+    return subprocess.run([sys.executable, "-c", code], env={**kept, **paths}, capture_output=True, text=True)
+
+
+def test_help_lists_and_wrong_names_are_answered_without_torch():
     code = f"""if True:
-        import sys; sys.path[:0] = {sys.path!r}; sys.argv[1:] = ["--version"]
-        import subquad, runpy, atexit
-        known = set(sys.modules)
-        heavy = lambda: [name for name in set(sys.modules) - known if name.startswith(("matplotlib", "subquad.bench"))]
-        atexit.register(lambda: print(heavy()))
-        runpy.run_module("subquad", run_name="__main__")
+        import sys
+        from subquad.__main__ import main
+        for line in {AT_ONCE!r}:
+            sys.argv = ["subquad", *line.split()]
+            try:
+                main()
+            except SystemExit:
+                pass
+            heavy = {{"torch", "numpy", "transformers", "matplotlib"}} & set(sys.modules)
+            heavy |= {{"pydantic"}} & set(sys.modules) if line in ("list", "--help") else set()
+            assert not heavy, (line, heavy)
+        print("none", file=sys.stderr)
     """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, f"subquad {subquad.__version__}\n[]\n"), result.stderr
+    result = python(code)
+    assert result.returncode == 0 and result.stderr.endswith("none\n"), result.stderr
+
+
+def test_the_package_imports_its_names_when_they_are_used():
+    code = """if True:
+        import sys
+        import subquad
+        from subquad import Options, available, option
+        assert "sbm" in available() and "torch" not in sys.modules
+        import subquad.attention.base  # Python would now put the package in the place of the function
+        made = subquad.attention("full", num_heads=1, head_dim=4)
+        assert isinstance(made, subquad.Attention) and subquad.MultiheadAttention(4, 1)
+        assert set(subquad.__all__) <= set(dir(subquad)) and callable(subquad.testing.check_attention)
+        try:
+            subquad.nothing
+        except AttributeError as error:
+            print(error)
+    """
+    result = python(code)
+    assert result.stdout == "module 'subquad' has no attribute 'nothing'\n", result.stderr
+
+
+@pytest.mark.parametrize("name", subquad.available())
+def test_what_the_source_declares_is_what_the_class_has(name):
+    cls, found = mechanism(name), describe(name)
+    able = cls.capabilities
+    assert found == {
+        "name": name, "family": cls.family, "causal": able.causal, "bidirectional": able.bidirectional,
+        "level": able.level, "cost": cls.cost, "paper": cls.paper,
+    }  # fmt: skip
+    entry = f"{cls.__module__}:{cls.__qualname__}"
+    assert describe_source(entry, "family") == cls.family, "read from the text, not from the class"
+
+
+def describe_source(entry: str, attribute: str):
+    module, _, cls = entry.partition(":")
+    return declarations._look_up(module, cls, attribute)
+
+
+@pytest.mark.parametrize("name", tasks.available())
+def test_what_a_task_declares_is_what_its_class_has(name):
+    cls, found = tasks.task_class(name), tasks.describe(name)
+    assert found == {"name": name, **{key: getattr(cls, key) for key in found if key != "name"}}
+    assert describe_source(f"{cls.__module__}:{cls.__qualname__}", "title") == cls.title
+
+
+def test_what_the_text_does_not_tell_is_read_from_the_class(tmp_path, monkeypatch):
+    (tmp_path / "computed.py").write_text("class A:\n    x = 'a' * 3\n\nclass B(A):\n    y = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert declarations.declared("computed:B", ("x", "y")) == {"x": "aaa", "y": 1}
+
+
+def test_threads_wait_passively_unless_the_user_says_otherwise():
+    code = "import os, sys; sys.argv[1:] = ['--version']\nfrom subquad.__main__ import main\ntry:\n    main()\n"
+    code += "finally:\n    print(os.environ.get('OMP_WAIT_POLICY'))"
+    assert python(code).stdout.split()[-1] == "PASSIVE"
+    assert python(code, OMP_WAIT_POLICY="ACTIVE").stdout.split()[-1] == "ACTIVE"
+    assert python(code, GOMP_SPINCOUNT="0").stdout.split()[-1] == "None"
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.2, 0.5])
+def test_ctrl_c_while_importing_ends_cleanly(delay):
+    code = "import sys; from subquad.__main__ import main; print('begun', flush=True); main()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, "train", "needle", "--out", "/dev/null/nowhere"]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in said, said
+
+
+# ---- modules of one's own, narrow windows, strange paths ---------------------------------------------------
+
+OWN = """
+import subquad
+from subquad.tasks import register
+from subquad.tasks.needle import Needle
+
+@subquad.register("of-my-own")
+class Mine(subquad.Attention):
+    "All alike."
+    family, cost, paper = "own", "n²", "unpublished"
+
+register("own-task", type("Own", (Needle,), {"title": "a task of my own"}))
+"""
+
+
+def test_modules_of_ones_own_are_imported(run, tmp_path, monkeypatch):
+    (tmp_path / "my_own_module.py").write_text(OWN)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv(IMPORTS, raising=False)
+    monkeypatch.setitem(os.environ, IMPORTS, "")
+    try:
+        assert "of-my-own" in run("--import my_own_module list").stdout
+        assert "a task of my own" in run("--import my_own_module tasks").stdout
+        assert os.environ[IMPORTS] == "my_own_module", "the processes that a command starts import it too"
+        assert "All alike." in run("show of-my-own --n 4").stdout
+    finally:
+        subquad.unregister("of-my-own")
+        tasks._TASKS.pop("own-task", None)
+        sys.modules.pop("my_own_module", None)
+
+
+@pytest.mark.parametrize("command", ["list", "tasks"])
+def test_lists_can_be_read_in_a_narrow_window(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = run(command).stdout.splitlines()
+    assert max(map(len, lines)) <= 40
+    names = subquad.available() if command == "list" else tasks.available()
+    assert [line for line in lines if not line.startswith(" ")] == list(names), "every name whole, on its own line"
+
+
+def test_paths_are_no_markup(capsys):
+    result = {"test": {"accuracy": 0.5}, "steps": 3, "best_step": None, "metric": "accuracy", "valid": None,
+              "parameters": 1, "step_seconds": 0.1, "memory": 0}  # fmt: skip
+    show_training(result, Path("z[/b]/:smile:"))
+    assert "model: z[/b]/:smile:/model\n" in capsys.readouterr().out
 
 
 # ---- studies -----------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_cost_terms_are_those_of_section_3_1():
 def test_counted_operations_grow_as_declared_from_1k_to_64k(plan):
     small, _ = combiner_cost.operations(plan, 1024)
     large, declared = combiner_cost.operations(plan, 65536)
-    found = combiner_cost.slope((1024, 65536), (small, large))
+    found = combiner_cost.growth_exponent((1024, 65536), (small, large))
     below = 0.25 if plan == "routing" else 0.1  # at 1k its tiles are as large as its clusters
     assert declared - below <= found <= declared + 0.1  # logsparse: n·log n
 

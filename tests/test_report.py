@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subquad.models import HEADS, SubquadConfig
+from subquad.reports import charts, curves, findings
+from subquad.reports.pictures import trained_weights
+from subquad.reports.report import columns, write_report
 from subquad.tasks import task as make_task
-from subquad.training import charts, curves, findings
-from subquad.training.pictures import trained_weights
-from subquad.training.report import columns, write_report
 
 EVIL = "combiner-fixed:span=<script>alert('x')</script>"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SETTINGS = ("length=64", "keys=2", "questions=2", "repeats=1", "values=8", "layers=2", "heads=2", "width=8")
-VOID = {"meta", "link", "img", "wbr"}
+VOID = {"meta", "link", "img", "wbr", "input"}
 
 
 # ---- sample data -------------------------------------------------------------------------------------------
@@ -51,6 +51,8 @@ def make_row(attention: str, scores: list[float], time: float | None, runs: list
     return {
         "attention": attention, "metric": "accuracy" if scores else None, "larger_is_better": True if scores else None,
         "mean": mean, "sd": sd, "scores": scores, "relative_time": time, "step_seconds": time and 0.2 * time,
+        "relative_quartiles": time and [0.9 * time, time, 1.1 * time], "total_seconds": time and 400 * time,
+        "step_quartiles": time and [0.1 * time, 0.2 * time, 0.3 * time],
         "memory": time and int(time * 300 * 2**20), "parameters": 12_345 + len(attention) if scores else None,
         "connections": time and 4096 * time, "density": None, "runs": runs, "error": None, **more,
     }  # fmt: skip
@@ -60,6 +62,7 @@ def make_comparison(rows: list[dict]) -> dict:
     settings = make_task("needle", settings=SETTINGS).recipe.asdict()
     return {
         "task": "needle", "recipe": "small", "settings": settings, "rows": rows,
+        "guessing": {"score": 0.25, "error": 0.001}, "timing": {"reference": "full", "costs": {}, "busy": None},
         "command": "subquad compare needle --attention full,sbm --set 'a=<b>&'", "versions": {"torch": "2.6 & up"},
     }  # fmt: skip
 
@@ -143,7 +146,7 @@ def test_the_page_is_whole_and_alone(page):
 
 def test_every_number_of_the_table_is_there(page, comparison):
     text = Balanced(page.read_text()).text
-    for column in columns([{**row, "colour": 0} for row in comparison["rows"]], "accuracy"):
+    for column in columns([{**row, "colour": 0} for row in comparison["rows"]], "accuracy", None):
         for cell in column.cells:
             assert cell.text in text and cell.note in text
     assert "0.920 ± 0.014" in text and "× 0.25" in text and "300 MiB" in text and "12,349" in text
@@ -160,7 +163,9 @@ def test_pictures_are_there_or_say_why(page):
     text = page.read_text()
     assert text.count('src="data:image/png') == 5 + 1 + 3 * 2  # 5 mechanisms, SBM with 2 heads; 2 layers of 3 models
     assert "adds scales up" in text and "no trained model" in text and "span" in text
-    assert "layer 0, up to" in text and "How dense" in text
+    assert "layer 0, n = 64, up to" in text and "How dense" in text
+    assert len(re.findall(r"n = \d+", text)) >= text.count('src="data:image/png'), "every picture says its length"
+    assert text.count('type="checkbox"') == text.count('src="data:image/png'), "every picture can be enlarged"
 
 
 def test_nothing_finished_nothing_found(tmp_path):
@@ -186,11 +191,11 @@ def test_one_seed_has_no_plus_minus_and_broken_files_do_no_harm(tmp_path):
 # ---- the finding -------------------------------------------------------------------------------------------
 
 
-def said(*rows: tuple[str, list[float], float], larger: bool = True) -> str:
+def said(*rows: tuple[str, list[float], float], larger: bool = True, guessing=None, busy: str | None = None) -> str:
     made = [
         {**make_row(name, scores, time, []), "colour": 0, "larger_is_better": larger} for name, scores, time in rows
     ]
-    return re.sub("<[^>]*>", "", findings.headline(findings.find(made)))
+    return re.sub("<[^>]*>", "", findings.headline(findings.find(made, guessing, busy=busy)))
 
 
 def test_the_headline_says_who_wins():
@@ -206,15 +211,60 @@ def test_the_headline_says_who_wins():
     )
     three = said(full, ("star", [0.5], 0.2), ("sbm", [0.89], 0.5))
     assert "sbm comes close in 50 % of the time; star is the fastest" in three
-    assert said(full, ("star", [0.9], 0.5)).startswith("star has the best")  # of equals the fastest
-    assert "star comes close" in said(("full", [0.8, 1.0], 1.0), ("star", [0.7, 0.9], 0.5))  # within the spread
+
+
+def test_nobody_wins_by_noise():
+    full, star = ("full", [0.9], 1.0), ("star", [0.89], 0.5)
+    guessing = {"score": 0.25, "error": 0.01}
+    tie = "star and full are level: the best accuracy is 0.900, and the differences are within the noise; "
+    assert said(full, ("star", [0.9], 0.5)) == tie + "star needs 50 % of the time of full."
+    assert said(("full", [0.8, 1.0], 1.0), ("star", [0.75, 0.85], 0.99)).endswith("noise, at the same cost.")  # seeds
+    assert "are level" in said(full, star, guessing=guessing)  # the test set cannot tell them apart
+    assert said(full, star, guessing={"score": 0.25, "error": 0.001}).startswith("full has the best accuracy")
+    nobody = said(("full", [0.255], 1.0), ("star", [0.2], 0.5), guessing=guessing)
+    assert nobody == "No attention beats guessing, accuracy 0.250: this comparison has no winner."
+    assert "no winner" in said(("full", [0.2, 0.4], 1.0), guessing=guessing), "within the spread of its own seeds"
+    assert "no winner" in said(("full", [30.0], 1.0), larger=False, guessing={"score": 29.0, "error": 0.1})
+
+
+def test_no_speed_is_claimed_from_a_busy_machine(tmp_path):
+    rows = [make_row("full", [0.9], 1.0, []), make_row("star", [0.5], 0.2, [])]
+    assert said(("full", [0.9], 1.0), ("star", [0.5], 0.2), busy="noise") == "full has the best accuracy, 0.900."
+    timing = {"reference": "full", "costs": {}, "busy": "other programs used 80 % of the machine"}
+    comparison = {**make_comparison(rows), "timing": timing}
+    text = Balanced(write_report(tmp_path / "r.html", comparison, title="t").read_text()).text
+    assert "Fastest" not in text and "fastest" not in text and "not to be trusted: other programs used 80 %" in text
+    apart = {**make_comparison(rows), "timing": None}
+    assert "minutes apart" in (findings.untrusted(apart) or "")
+
+
+def test_the_task_and_its_chance_level_are_said(page):
+    text = Balanced(page.read_text()).text
+    assert "The task: answer questions about facts scattered in a long text" in text
+    assert "Guessing" in text and "has accuracy 0.250" in text and re.search(r"guessing\s*0\.250", text)
+
+
+def test_long_names_are_folded_not_cut():
+    name = "combiner-fixed:span=64,abstraction=deepsets-max|strided:w=8,heads=union,layer_index=1"
+    assert "".join(charts.folded(name, 26)) == name and max(map(len, charts.folded(name, 26))) <= 26
+    bars = charts.bar_chart([charts.Bar(name, 0, 2.0, "2")], label="t")
+    assert "…" not in bars and "".join(re.findall(r'class="label"[^>]*>([^<]*)<', bars)) == name
+    assert charts.folded("x" * 60, 26) == ["x" * 26, "x" * 26, "x" * 8]
 
 
 def test_the_best_is_marked_unless_most_are():
     rows = [
         make_row(name, [score], time, []) for name, score, time in (("a", 0.5, 1.0), ("b", 0.7, 0.5), ("c", 0.6, 2.0))
     ]
-    score, time, _, parameters, _ = columns(rows, "accuracy")
+    found = findings.find([{**row, "colour": 0} for row in rows])
+    assert found is not None
+    best = next(row for row in rows if row["attention"] == found.best["attention"])
+    score, time, total, _, parameters, _ = columns(rows, "accuracy", found._replace(best=best, level=[rows[2]]))
+    assert [cell.best for cell in score.cells] == [False, True, True], "those that are level are marked too"
+    score = columns(rows, "accuracy", found._replace(best=best))[0]
+    assert [cell.text for cell in total.cells] == ["7 min", "3 min", "13 min"] and not any(c.best for c in total.cells)
+    assert time.cells[1].note == "quartiles 0.45 to 0.55" and total.cells[0].note == "100 ms to 300 ms a step"
+    assert not any(cell.best for cell in columns(rows, "accuracy", None, busy=True)[1].cells)
     assert [cell.best for cell in score.cells] == [False, True, False]
     assert [cell.best for cell in time.cells] == [False, True, False] and [cell.bar for cell in time.cells] == [
         50,

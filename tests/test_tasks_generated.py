@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.tasks import available, task, task_class
+from subquad.tasks import _TASKS, available, task, task_class
 from subquad.tasks.base import IGNORED
+from subquad.tasks.guessing import guess
 from subquad.tasks.listops import TOKENS, evaluate, read
 from subquad.tasks.recipe import Recipe
 from subquad.training.run import Run, train
@@ -122,19 +124,71 @@ def test_the_original_listops_files(data):
     assert np.mean([len(ids) for ids, _ in rows]) == pytest.approx(43, abs=1)
 
 
+GUESSED = [  # task, settings, what can be known without looking at the input
+    ("needle", ("length=128", "sentence=4", "values=4", "repeats=1", "questions=8"), 0.25),
+    ("repeated-tokens", ("length=16",), 1 - (15 / 16) ** 15),
+    ("copying", ("length=32", "symbols=8"), 0.125),
+    ("copying-causal", ("length=32", "symbols=8"), 0.125),
+    ("pathfinder", ("length=256",), 0.5),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "chance"), GUESSED)
+def test_the_score_of_guessing_is_the_chance_level(name, settings, chance):
+    made = task(name, settings=(*settings, "train_size=200", "eval_size=100"))
+    found = guess(made, made.load())
+    assert 0 <= found.error < 0.06 and abs(found.score - chance) < 0.06 + 2 * found.error
+
+
+def test_language_models_are_guessed_by_frequencies(tmp_path):
+    (tmp_path / "text").write_bytes(b"aaab" * 4000)
+    made = task("lm-bytes", settings=("source=file", f"path={tmp_path / 'text'}", "length=64", "stride=none"))
+    found = guess(made, made.load())
+    assert found.score == pytest.approx(0.811, abs=0.05)  # the entropy of 3/4 and 1/4, in bits
+
+
+@pytest.mark.slow
+def test_the_task_of_the_documentation_is_learned(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
+    code = next(block for block in page.split("```python\n")[1:] if "Majority" in block).split("```")[0]
+    exec(compile(code, "majority.py", "exec"), {"__name__": "majority"})
+    try:
+        made = task("majority")
+        result = train(Run(made, ["combiner-fixed"], tmp_path, command=["x"]))
+        assert guess(made, made.load()).score < 0.6 and result["test"]["accuracy"] > 0.95
+    finally:
+        _TASKS.pop("majority")
+
+
 def test_full_attention_finds_repeated_tokens(tmp_path):
     """The share of repeated tokens, 0.61, is all that a model without attention can know."""
-    settings = ("length=8", "width=64", "feedforward=64", "steps=500", "batch=64", "evaluate=500", "eval_size=128",
-                "rate=5e-3")  # fmt: skip
+    settings = ("length=8", "width=64", "feedforward=64", "steps=120", "batch=64", "evaluate=120", "eval_size=128",
+                "rate=1e-2")  # fmt: skip
     result = train(Run(task("repeated-tokens", settings=settings), ["full"], tmp_path, command=["x"]))
     assert result["test"]["accuracy"] > 0.8
 
 
-def test_needles_need_attention(tmp_path):
-    settings = ("length=128", "sentence=8", "steps=80", "batch=8", "evaluate=80", "eval_size=32", "width=32", "keys=2",
-                "values=4", "questions=4", "repeats=2", "rate=1e-2")  # fmt: skip
+def needle_scores(tmp_path, settings: tuple[str, ...]) -> dict[str, float]:
+    """Test accuracy with an attention that sees the whole text, and with one that sees its own token alone."""
     scores = {}
     for name, spec in (("combiner", "combiner-fixed:span=8"), ("alone", "random:density=0.0001")):
         result = train(Run(task("needle", settings=settings), [spec], tmp_path / name, command=["x"]))
         scores[name] = result["test"]["accuracy"]
+    return scores
+
+
+def test_needles_need_attention(tmp_path):
+    """In small: half as many tokens, one layer."""
+    settings = ("length=32", "sentence=2", "steps=60", "batch=16", "evaluate=60", "eval_size=64", "width=32",
+                "feedforward=32", "layers=1", "heads=2", "keys=2", "values=4", "questions=4", "repeats=2",
+                "rate=1e-2")  # fmt: skip
+    scores = needle_scores(tmp_path, settings)
+    assert scores["combiner"] > 0.9 and scores["alone"] < 0.5, scores
+
+
+@pytest.mark.slow
+def test_needles_need_attention_in_long_texts(tmp_path):
+    settings = ("length=128", "sentence=8", "steps=80", "batch=8", "evaluate=80", "eval_size=32", "width=32", "keys=2",
+                "values=4", "questions=4", "repeats=2", "rate=1e-2")  # fmt: skip
+    scores = needle_scores(tmp_path, settings)
     assert scores["combiner"] > 0.9 and scores["alone"] < 0.5, scores

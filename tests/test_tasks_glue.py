@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from subquad.data.subwords import save, train_tokenizer
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks import scores, task
 from subquad.tasks.glue import TABLE, read_rows, shortened
-from subquad.tasks.subwords import save, train_tokenizer
 
 SST2 = "sentence\tlabel\n" + "".join(f"a very {('bad', 'good')[k % 2]} film number {k} \t{k % 2}\n" for k in range(40))
 TINY = ("length=16", "width=8", "heads=2", "layers=1", "feedforward=8", "subwords=300", "positions=learned")

@@ -19,9 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from subquad.data.cache import mapped, pieces
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks import task
-from subquad.tasks.cache import mapped, pieces
 from subquad.tasks.language import entropies
 
 TEXT = ("To be, or not to be: that is the question.\n" * 40).encode()
@@ -94,7 +94,7 @@ def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "file"))
     (tmp_path / "text.gz").write_bytes(gzip.compress(b"x"))
-    with pytest.raises(OSError, match=r"cannot be unpacked into .*SUBQUAD_CACHE names another folder"):
+    with pytest.raises(OSError, match=r"cannot be unpacked into .*set SUBQUAD_CACHE to another folder"):
         mapped(tmp_path / "text.gz", pieces)
 
 

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from subquad.data.corpus import Corpus, tokenised
+from subquad.data.subwords import SPECIALS, cached_tokenizer, encode_all, framed, load, save, text_of, train_tokenizer
 from subquad.tasks import task
 from subquad.tasks.base import IGNORED
 from subquad.tasks.books import BLOCK, Books, DocumentWindows, blocks
-from subquad.tasks.corpus import Corpus, tokenised
 from subquad.tasks.mlm import SPECIAL, Mlm, mask, plain, sentences, windows
-from subquad.tasks.subwords import SPECIALS, cached_tokenizer, encode_all, framed, load, save, text_of, train_tokenizer
 
 LINES = ["the cat sat on the mat .", "the dog sat on the log .", "a cat saw the dog ?", "Ünïcode, too ! 12 34"] * 3
 

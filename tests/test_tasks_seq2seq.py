@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import math
 
 import numpy as np
 import pytest
 import sacrebleu
 import torch
 
-from subquad.models import SubquadConfig, SubquadForConditionalGeneration
-from subquad.tasks import task
+from subquad.models import HEADS, SubquadConfig, SubquadForConditionalGeneration
+from subquad.tasks import density, task
 from subquad.tasks.density import planes_file
 from subquad.training import use
 from subquad.training.run import Run, train
@@ -144,18 +143,24 @@ def test_pixels_and_grid(tmp_path):
         task("image-density", settings=("length=100",), data=tmp_path).load()
 
 
-def test_sampling_draws_from_the_model(tmp_path):
-    """A model that is sure of one value draws it."""
-
-    class Sure(torch.nn.Module):
-        def forward(self, ids):
-            logits = torch.full((*ids.shape, 257), -math.inf)
-            logits[..., 7] = 0
-            return type("Scores", (), {"logits": logits})
-
-    made = task("image-density", data=tmp_path)
-    (picture,) = made.sample(Sure(), 1)
-    assert picture.shape == (32, 32, 3) and (picture == 7).all()
+def test_sampling_draws_from_the_model(tmp_path, monkeypatch):
+    """Near temperature 0 the likeliest values are drawn, one after another, and never the start token."""
+    monkeypatch.setitem(density.SIDES, "cifar10", 2)
+    made = task(
+        "image-density", settings=("length=13", "width=8", "heads=2", "feedforward=8", "initial=0.5"), data=tmp_path
+    )
+    torch.manual_seed(0)
+    model = HEADS["causal-lm"](SubquadConfig(attention="full", **made.config())).eval()
+    told = []
+    (picture,) = made.sample(model, 1, temperature=1e-4, tell=lambda done, total: told.append((done, total)))
+    ids = torch.tensor([[256]])
+    with torch.no_grad():
+        for _ in range(12):
+            ids = torch.cat([ids, model(ids).logits[:, -1:, :256].argmax(-1)], 1)
+    assert picture.shape == (2, 2, 3) and picture.ravel().tolist() == ids[0, 1:].tolist()
+    assert told[-1] == (12, 12)
+    first, second, other = (made.sample(model, 2, seed=seed, temperature=5.0) for seed in (1, 1, 2))
+    assert np.array_equal(first, second) and not np.array_equal(first, other)
 
 
 def test_imagenet_arrays(tmp_path, data):

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from subquad.core.options import split_list
 from subquad.tasks import task
 from subquad.training import checkpoints, log, use
-from subquad.training.compare import Comparison, check, pending, prepare, rows, split_list, write
+from subquad.training.compare import Comparison, check, pending, prepare, rows, write
 from subquad.training.run import Run, check_attention, train
 
 TINY = (
@@ -285,7 +286,7 @@ def test_comparisons(tmp_path):
     assert json.loads((tmp_path / "comparison.json").read_text())["task"] == "needle"
     write(whole)
     changed = Comparison("needle", ["full"], tmp_path, settings=(*TINY, "steps=3", "evaluate=2"))
-    with pytest.raises(ValueError, match="holds a comparison with steps=2, not 3"):
+    with pytest.raises(ValueError, match="already contains a comparison with steps=2, not 3"):
         prepare(changed, overwrite=False)
     (tmp_path / "full" / "notes.txt").write_text("mine")
     prepare(changed, overwrite=True)
@@ -319,7 +320,7 @@ def test_predicting_and_generating(tmp_path):
 
 def test_tokens_stay_in_their_window():
     """Sliding windows: every token but the first is predicted exactly once."""
-    from subquad.tasks.datasets import Windows
+    from subquad.data.datasets import Windows
 
     for size, length, stride in ((50, 8, 3), (8, 8, 8), (9, 8, 7), (100, 16, 15), (5, 8, 4)):
         windows = Windows(torch.arange(size).numpy(), length, stride)

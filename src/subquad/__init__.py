@@ -1,9 +1,20 @@
-"""subquad: full attention at sub-quadratic cost, for PyTorch."""
+"""subquad: full attention at sub-quadratic cost, for PyTorch.
 
-from subquad.attention.base import Attention, Capabilities
-from subquad.attention.registry import attention, available, register, unregister
-from subquad.core.options import Options, option
-from subquad.layers import MultiheadAttention
+Names are imported when they are first used: `import subquad` alone does not import torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subquad.attention.base import Attention, Capabilities
+    from subquad.attention.registry import attention, available, register, unregister
+    from subquad.core.options import Options, option
+    from subquad.layers import MultiheadAttention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,3 +28,44 @@ __all__ = [
     "register",
     "unregister",
 ]
+
+_PLACES = {
+    "Attention": "subquad.attention.base",
+    "Capabilities": "subquad.attention.base",
+    "MultiheadAttention": "subquad.layers",
+    "Options": "subquad.core.options",
+    "attention": "subquad.attention.registry",
+    "available": "subquad.attention.registry",
+    "option": "subquad.core.options",
+    "register": "subquad.attention.registry",
+    "unregister": "subquad.attention.registry",
+}
+
+
+_SUBMODULES = ("testing",)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"subquad.{name}")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'subquad' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_PLACES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """`subquad.attention` is the function, also after `import subquad.attention.base`, where Python would put the
+    package of that name in its place.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name == "attention" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

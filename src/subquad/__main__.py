@@ -1,5 +1,26 @@
-"""`python -m subquad`: the same as the command `subquad`."""
+"""The command `subquad`, also as `python -m subquad`."""
 
-from subquad.cli import main
+import os
+import sys
 
-main()
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP threads wait for work
+
+
+def main() -> None:
+    """The entry point. Ctrl-C ends it with code 130, also while it is still importing.
+
+    Threads of torch wait passively: spinning ones cost a factor of 3 to 10 on a machine with a busy neighbour.
+    OpenMP reads its settings when torch is loaded, so this comes first.
+    """
+    if not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    try:
+        from subquad.cli import app
+
+        app(prog_name="subquad")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

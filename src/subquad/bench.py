@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad.attention.base import Attention
-from subquad.attention.registry import attention, mechanism
+from subquad.attention.registry import for_length, mechanism
 from subquad.core import memory
+from subquad.core.files import write_atomically
 from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention
 
@@ -74,19 +74,6 @@ class Row:
     input_bytes: int
     memory: int | None = None  # None = not measured yet
     full_memory: int | None = None
-
-
-def for_length(spec: str, n: int, *, causal: bool | None = None, **options: Any) -> Attention:
-    """The mechanism of a spec for sequences of length n: `max_length` where it needs one and, where neither
-    the spec nor the caller says `causal`, bidirectional if it can.
-    """
-    name, texts = split_spec(spec)
-    able = mechanism(name).capabilities
-    if able.needs_max_length and "max_length" not in texts:
-        options["max_length"] = n
-    if causal is None and "causal" not in texts:
-        causal = not able.bidirectional
-    return attention(spec, **options) if causal is None else attention(spec, causal=causal, **options)
 
 
 # ---- one step ----------------------------------------------------------------------------------------------
@@ -323,10 +310,8 @@ def report(rows: Sequence[Row], setting: Setting) -> dict[str, Any]:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """JSON in one stroke: whoever reads `path`, at any moment, finds a whole file."""
-    draft = path.with_name(f".{path.name}.part")
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    draft.replace(path)
+    """Whoever reads `path`, at any moment, finds a whole file."""
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from subquad.attention.base import Attention
-from subquad.attention.registry import available, mechanism
-from subquad.bench import FULL, Row, for_length
+from subquad.attention.registry import available, for_length, mechanism
+from subquad.bench import FULL, Row
 from subquad.layers import MultiheadAttention
 
 if TYPE_CHECKING:

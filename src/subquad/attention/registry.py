@@ -1,13 +1,19 @@
-"""The registry: name → class, one line per mechanism, imported when it is first asked for."""
+"""The registry: name → class, one line per mechanism, imported when it is first asked for.
+
+Importing this module does not import torch: `subquad list` and wrong names are answered at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from subquad.attention.base import Attention
-from subquad.core.names import look_up
+from subquad.core.declarations import declared
+from subquad.core.names import look_up, unknown
 from subquad.core.options import make, parse, split_spec
+
+if TYPE_CHECKING:
+    from subquad.attention.base import Attention
 
 _MECHANISMS: dict[str, str | type[Attention]] = {
     "full": "subquad.attention.full:Full",
@@ -41,6 +47,8 @@ def available() -> tuple[str, ...]:
 def register(name: str, *, replace: bool = False) -> Callable[[type[Attention]], type[Attention]]:
     """Class decorator: make a mechanism of your own available under `name` everywhere."""
 
+    from subquad.attention.base import Attention
+
     def add(cls: type[Attention]) -> type[Attention]:
         if not (isinstance(cls, type) and issubclass(cls, Attention)):
             raise TypeError(f"register({name!r}) takes a subclass of subquad.Attention, not {cls!r}")
@@ -67,6 +75,32 @@ def mechanism(name: str) -> type[Attention]:
     return look_up("attention", name, _MECHANISMS)
 
 
+def check_name(spec: str) -> None:
+    """Refuse a spec, or several with | between, of a mechanism that does not exist; imports nothing."""
+    for one in spec.split("|"):
+        name, _ = split_spec(one)
+        if name not in _MECHANISMS:
+            raise unknown("attention", name, _MECHANISMS)
+
+
+def describe(name: str) -> dict[str, Any]:
+    """What `subquad list` shows of a mechanism: name, family, directions, level, cost, paper.
+
+    Read from the source text of its class, so that torch need not be imported.
+    """
+    found = declared(_MECHANISMS[name], ("family", "capabilities", "cost", "paper"))
+    able = found["capabilities"]
+    return {
+        "name": name,
+        "family": found["family"],
+        "causal": able["causal"],
+        "bidirectional": able["bidirectional"],
+        "level": able["level"],
+        "cost": found["cost"],
+        "paper": found["paper"],
+    }
+
+
 def attention(spec: str, **options: Any) -> Attention:
     """An attention mechanism from its name or spec.
 
@@ -84,3 +118,16 @@ def attention(spec: str, **options: Any) -> Attention:
         if key in given and given[key] != value:
             raise ValueError(f"{name}: {key} is {given[key]!r} in the spec and {value!r} as a keyword")
     return cls(make(cls.Options, name, {**given, **options}))
+
+
+def for_length(spec: str, n: int, *, causal: bool | None = None, **options: Any) -> Attention:
+    """The mechanism of a spec for sequences of length n: `max_length` where it needs one and, where neither
+    the spec nor the caller says `causal`, bidirectional if it can.
+    """
+    name, texts = split_spec(spec)
+    able = mechanism(name).capabilities
+    if able.needs_max_length and "max_length" not in texts:
+        options["max_length"] = n
+    if causal is None and "causal" not in texts:
+        causal = not able.bidirectional
+    return attention(spec, **options) if causal is None else attention(spec, causal=causal, **options)

@@ -1,11 +1,13 @@
 """The command `subquad`.
 
-A module of this package is a group of commands: its `add_to(app)` registers them, and its name stands in
-`MODULES`. Modules import torch inside their commands only, so that `subquad --help` answers at once.
+A module of this package is a group of commands: its `add_to(app)` registers them, and `COMMANDS` says which module has
+which command. A module is imported when one of its commands is asked for, and imports torch inside its commands only:
+`subquad --help`, `subquad list` and wrong arguments are answered at once.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -13,32 +15,111 @@ from typing import Annotated, Any
 try:
     import rich  # noqa: F401  (typer does without it, our tables do not)
     import typer
-    from typer.core import TyperGroup
+    from typer.core import TyperCommand, TyperGroup
 except ModuleNotFoundError as missing:
     print(f'error: the command subquad needs {missing.name}: pip install "subquad[train]"', file=sys.stderr)
     raise SystemExit(2) from None
 
-from subquad.cli.console import complain
+from subquad.core.console import complain
+from subquad.core.names import import_user_module
 
-MODULES = ("listing", "show", "plot", "bench", "train", "compare", "use", "sample", "study", "analyze", "prove")
+COMMANDS = {
+    "list": "listing",
+    "show": "show",
+    "plot": "plot",
+    "gallery": "plot",
+    "bench": "bench",
+    "tasks": "train",
+    "train": "train",
+    "compare": "compare",
+    "eval": "use",
+    "predict": "use",
+    "generate": "use",
+    "sample": "sample",
+    "study": "study",
+    "analyze": "analyze",
+    "prove": "prove",
+}
+IMPORTS = "SUBQUAD_IMPORT"  # modules of --import, for the processes that a command starts
 UsageError: Any = typer.BadParameter.__base__  # click's; typer brings its own copy of click or uses the real one
 
 
-class Commands(TyperGroup):
-    """Every error of the user's making is one red line on stderr and exit code 2, without a traceback."""
+class PlainHelp:
+    """--help as a flag that is False by default: of a None typer asks pydantic what it means, which costs 0.1 s."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None and option.default is None:
+            option.default = False
+        return option
+
+
+class Command(PlainHelp, TyperCommand):
+    pass
+
+
+class Part(typer.Typer):
+    """The commands of one module."""
+
+    def command(self, *names: Any, **options: Any) -> Any:
+        return super().command(*names, **{"cls": Command, **options})
+
+
+class Commands(PlainHelp, TyperGroup):
+    """Imports commands when they are asked for. Every error of the user's making is one red line on stderr and exit
+    code 2, without a traceback.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._load(*COMMANDS)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        self._load(*([cmd_name] if cmd_name in COMMANDS else COMMANDS))  # all of them, to suggest the nearest
+        return super().get_command(ctx, cmd_name)
+
+    def _load(self, *names: str) -> None:
+        for module in dict.fromkeys(COMMANDS[name] for name in names if name not in self.commands):
+            part = Part(callback=lambda: None, context_settings=app.info.context_settings)
+            import_module(f"subquad.cli.{module}").add_to(part)
+            self.commands.update(typer.main.get_group(part).commands)
 
     def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(args, *rest, standalone_mode=False, **extra)
+            code = super().main(import_modules(words), *rest, standalone_mode=False, **extra)
         except UsageError as error:
             code = complain(error.format_message())
         except (ValueError, TypeError, OSError, ImportError) as error:
-            if "--traceback" in (sys.argv if args is None else args):
+            if "--traceback" in words:
                 raise
             code = complain(describe(error))
         if standalone_mode:
             sys.exit(code if isinstance(code, int) else 0)
         return code
+
+
+def import_modules(words: list[str]) -> list[str]:
+    """Import what `--import MODULE` names before the command, here and in the processes that the command starts.
+    Returns the other words.
+    """
+    rest, wanted = list(words), [*filter(None, os.environ.get(IMPORTS, "").split(","))]
+    at = 0
+    while at < len(rest) and rest[at].startswith("-"):
+        option, equals, module = rest[at].partition("=")
+        if option != "--import":
+            at += 1
+            continue
+        module = module if equals else "".join(rest[at + 1 : at + 2])
+        if not module or module.startswith("-"):
+            raise typer.BadParameter("--import needs the name of a module")
+        wanted.append(module)
+        del rest[at : at + (1 if equals else 2)]
+    for module in dict.fromkeys(wanted):
+        import_user_module(module)
+    if wanted:
+        os.environ[IMPORTS] = ",".join(dict.fromkeys(wanted))
+    return rest
 
 
 def describe(error: Exception) -> str:
@@ -69,22 +150,21 @@ def _version(wanted: bool) -> None:
 def subquad(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
+    modules: Annotated[
+        bool,  # `import_modules` has taken it off the line: a list would make typer load pydantic for every command
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            help="Import a module first, so that the mechanisms and tasks it registers are known; may be repeated.",
+        ),
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Full attention at sub-quadratic cost: look at the mechanisms, draw them, measure them.
+    """Full attention at sub-quadratic cost: choose, inspect, measure, train and compare attention mechanisms.
 
     A SPEC names a mechanism with its options: fixed, fixed:w=8, bigbird:block=32,seed=1.
     """
     if context.invoked_subcommand is None:
         print(context.get_help())
-
-
-for module in MODULES:
-    import_module(f"subquad.cli.{module}").add_to(app)
-
-
-def main() -> None:
-    """The entry point."""
-    app(prog_name="subquad")

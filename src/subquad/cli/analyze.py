@@ -10,15 +10,20 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from subquad.cli.console import err, out
+from subquad.attention.registry import check_name
 from subquad.cli.plot import Causal
+from subquad.core.console import err, out
+from subquad.core.names import import_user_module
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 LONGEST = 8192  # hop sets are n² bits, masks n² bytes
 
 Sets = Annotated[
     Path | None,
-    typer.Option("--sets", help="Your own sets instead of SPEC: a .json of n (or p × n) lists, or a .npy bool mask."),
+    typer.Option(
+        "--sets",
+        help="Analyze your own sets: a .json file of n (or p × n) lists, or a .npy file with a bool mask.",
+    ),
 ]
 
 
@@ -30,30 +35,34 @@ def add_to(app: typer.Typer) -> None:
 def analyze(
     context: typer.Context,
     spec: Annotated[str | None, typer.Argument(metavar="SPEC", help="A mechanism with its options.")] = None,
-    n: Annotated[int | None, typer.Option("--n", min=1, max=LONGEST, help="Length. [default: 256]")] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, max=LONGEST, help="Length of the sequences. [default: 256]")
+    ] = None,
     causal: Causal = None,
     map: Annotated[
-        str | None, typer.Option("--map", help="Probability map: a name, or module:function of your own.")
+        str | None, typer.Option("--map", help="Probability map: a name, or module:function for one of your own.")
     ] = None,
     sets: Sets = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the hop sets growing into this file.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="The table of all mechanisms.")] = False,
+    png: Annotated[Path | None, typer.Option(help="Draw how the hop sets grow into this file.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Print a table of all mechanisms.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="With --all: print the table in Markdown.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="With --all, print the table in Markdown.")] = False,
 ) -> None:
     """Check the conditions under which a sparse Transformer is a universal approximator (Yun et al. 2020)."""
-    from subquad.theory.assumptions import check
-    from subquad.theory.counting import growth
-
     spec, options = read_arguments(spec, context.args)
     if as_markdown and not every:
-        raise typer.BadParameter("--markdown goes with --all")
+        raise typer.BadParameter("--markdown needs --all")
     if every:
         if spec or options or sets or png or map:
-            raise typer.BadParameter("--all takes no SPEC, --sets, --map, --png or options of a mechanism")
+            raise typer.BadParameter(
+                "--all cannot be combined with SPEC, --sets, --map, --png or options of a mechanism"
+            )
         return _all(n or 256, bool(causal), as_json, as_markdown)
     rho, options = _map(map, options, sets)
     source, title = source_of(spec, options, sets)
+    from subquad.theory.assumptions import check
+    from subquad.theory.counting import growth
+
     verdict = check(source, n if sets else n or 256, causal=causal, map=rho)
     if png is not None:
         from subquad.plots import save
@@ -102,6 +111,7 @@ def source_of(spec: str | None, options: dict[str, str], sets: Path | None) -> t
             raise typer.BadParameter(f"--{next(iter(options))} is an option of a mechanism; --sets has none")
         return _load(sets), sets.name
     text = str(spec)
+    check_name(text)
     for key, value in options.items():
         text += f"{',' if ':' in text else ':'}{key}={value}"
     return text, text
@@ -131,17 +141,11 @@ def _map(name: str | None, options: dict[str, str], sets: Path | None) -> tuple[
 
 def imported(name: str) -> Any:
     """`module:function`, from the working directory too."""
-    import sys
-    from importlib import import_module
-
     module, _, attribute = name.partition(":")
-    sys.path.insert(0, "")
     try:
-        return getattr(import_module(module), attribute)
+        return getattr(import_user_module(module), attribute)
     except AttributeError:
         raise typer.BadParameter(f"module {module} has no {attribute}") from None
-    finally:
-        sys.path.remove("")
 
 
 def _print(verdict: Any, title: str, exponent: float | None, blocks: dict[str, int] | None) -> None:

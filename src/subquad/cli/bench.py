@@ -10,7 +10,8 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from subquad.cli.console import err, out
+from subquad.attention.registry import check_name
+from subquad.core.console import err, out
 
 if TYPE_CHECKING:
     from subquad.bench import Row, Setting
@@ -27,9 +28,7 @@ def parse_lengths(text: str) -> list[int]:
     try:
         lengths = sorted({int(piece) for piece in text.split(",")})
     except ValueError:
-        raise typer.BadParameter(
-            f"lengths are integers ≥ 1 with commas between, such as 1024,4096, not {text!r}"
-        ) from None
+        raise typer.BadParameter(f"lengths are integers ≥ 1 comma-separated, such as 1024,4096, not {text!r}") from None
     if lengths[0] < 1:
         raise typer.BadParameter(f"a length must be ≥ 1, not {lengths[0]}")
     return lengths
@@ -37,26 +36,34 @@ def parse_lengths(text: str) -> list[int]:
 
 def bench(
     specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Mechanisms with their options.")],
-    n: Annotated[str, typer.Option("--n", help="Lengths, with commas between.")] = "1024,4096,8192",
+    n: Annotated[str, typer.Option("--n", help="Sequence lengths, comma-separated.")] = "1024,4096,8192",
     backward: Annotated[
-        bool, typer.Option("--backward", help="Forward and backward instead of forward alone.")
+        bool, typer.Option("--backward", help="Measure forward and backward, not forward alone.")
     ] = False,
-    causal: Annotated[bool, typer.Option("--causal", help="Causal, against causal full attention.")] = False,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Measure causal attention, against causal full attention.")
+    ] = False,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; the best time counts.")] = 3,
-    json: Annotated[Path | None, typer.Option("--json", help="Keep the results here, updated as they come.")] = None,
-    png: Annotated[Path | None, typer.Option("--png", help="Draw time and memory over the length here.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time counts.")] = 3,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file, updated as they come.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Draw time and memory against the length into this file.")
+    ] = None,
 ) -> None:
     """Measure mechanisms against full attention in the same run, on the CPU in float32.
 
-    Mechanisms on q, k, v are held against torch's scaled_dot_product_attention with the same causal flag;
-    mechanisms of whole layers are measured with their projections, against a layer of full attention.
+    Mechanisms on q, k, v are compared with torch's scaled_dot_product_attention with the same causal flag;
+    mechanisms of whole layers are measured with their projections and compared with a layer of full attention.
     """
     lengths = parse_lengths(n)
     for path in (json, png):
         _check_writable(path)
+    for spec in specs:
+        check_name(spec)
     from subquad.bench import Setting
 
     setting = Setting(batch=batch, heads=heads, head_dim=head_dim, causal=causal, backward=backward)
@@ -88,7 +95,7 @@ def _check_writable(path: Path | None) -> None:
 def _run(specs: Sequence[str], lengths: list[int], setting: Setting, repeats: int, json: Path | None) -> list[Row]:
     from subquad.bench import measure, report, steps, write
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = err()
     rows: list[Row] = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -122,11 +129,13 @@ def table(rows: Sequence[Row]) -> Table:
 
 def remarks(rows: Sequence[Row]) -> list[str]:
     """What the columns mean."""
-    lines = ["memory: peak growth of a fresh process in one step, output and gradients included, inputs not"]
+    lines = [
+        "memory: peak growth of a fresh process during one step, including output and gradients, without the inputs"
+    ]
     if any(row.level == "layer" for row in rows):
-        lines.append("(layer): a whole layer with its projections, held against a layer of full attention")
+        lines.append("(layer): a whole layer with its projections, compared with a layer of full attention")
     if any(row.flops is None for row in rows):
-        lines.append("FLOPs –: runs on kernels that the counter does not know")
+        lines.append("FLOPs –: it runs on kernels that the counter does not know")
     return lines
 
 

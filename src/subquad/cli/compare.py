@@ -8,9 +8,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from subquad.cli.console import err, out
-from subquad.cli.train import Data, Recipe, Settings, quiet
+from subquad.attention.registry import check_name
+from subquad.cli.train import Data, Recipe, Settings
+from subquad.core.console import err, out
+from subquad.core.options import split_list
+from subquad.tasks import SUITES, describe
 
 
 def add_to(app: typer.Typer) -> None:
@@ -20,24 +24,36 @@ def add_to(app: typer.Typer) -> None:
 
 
 def compare(
-    task: Annotated[str, typer.Argument(help="A task, or lra for the five of the Long Range Arena.")],
-    attention: Annotated[str, typer.Option(help="Mechanisms with their options, with commas between.")],
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each.")] = 1,
+    task: Annotated[str, typer.Argument(help="A task, or lra for the five tasks of the Long Range Arena.")],
+    attention: Annotated[str, typer.Option(help="Mechanisms with their options, comma-separated.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs of each attention, each with its own seed.")] = 1,
     recipe: Recipe = "small",
     settings: Settings = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Else out/compare/TASK.", show_default=False)] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder of the comparison. [default: out/compare/TASK]", show_default=False),
+    ] = None,
     data: Data = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the folder's comparison first.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the comparison in the folder and start again.")
+    ] = False,
 ) -> None:
-    """Train each attention under the same budget, print the table, write report.html and comparison.json.
+    """Train each attention under the same budget, print a table, and write report.html and comparison.json.
 
-    The same command again goes on where it was stopped, and adds attentions or seeds.
+    Run the same command again to resume it, or with more attentions or seeds to add them.
     """
-    quiet()
-    from subquad.training.compare import SUITES, Comparison, check, prepare, split_list
-
-    specs, where = split_list(attention), folder or Path("out/compare") / task
+    specs = split_list(attention)
     names = SUITES.get(task, (task,))
+    for spec in specs:
+        check_name(spec)
+    for name in names:
+        describe(name)  # an unknown task is refused at once
+    from subquad.training.quiet import quiet
+
+    quiet()
+    from subquad.training.compare import Comparison, check, prepare
+
+    where = folder or Path("out/compare") / task
     comparisons = [
         Comparison(name, specs, where / name if task in SUITES else where, recipe, tuple(settings or ()), seeds, data)
         for name in names
@@ -54,10 +70,10 @@ def compare(
 
 
 def _finish(comparison: Any) -> dict[str, Any]:
-    """Train, tell, report: also when stopped on the way."""
+    """Train, show and report, also when stopped on the way."""
+    from subquad.reports.report import write_report
     from subquad.training.compare import compare as start
     from subquad.training.compare import write
-    from subquad.training.report import write_report
 
     title = f"{comparison.task}: which attention wins, at what cost?"
     try:
@@ -66,44 +82,72 @@ def _finish(comparison: Any) -> dict[str, Any]:
         result = write(comparison)
         show(result)
         write_report(comparison.out / "report.html", result, title=title)
-        err().print("stopped; the same command goes on from here", soft_wrap=True)
+        err().print("stopped; run the same command again to resume", soft_wrap=True)
         raise typer.Exit(130) from None
     show(result)
     report = write_report(comparison.out / "report.html", result, title=title)
-    out().print(f"open the report: [bold]{report}[/bold]", soft_wrap=True)
+    out().print(Text.assemble("report: ", (str(report), "bold")), soft_wrap=True)
     return result
 
 
 def show(result: dict[str, Any]) -> None:
-    console = out()
-    console.print(f"[bold]{result['task']}[/bold], recipe {result['recipe']}, length {result['settings']['length']:,}")
-    console.print(table(result["rows"]))
-    reference = result["rows"][0].get("reference")
-    if reference and reference.split(":")[0] != "full":
-        console.print(f"time/step relative to {reference}")
+    """The table, and below it what qualifies its numbers."""
+    from subquad.reports import findings
+
+    console, rows = out(), result["rows"]
+    about = f", recipe {result['recipe']}, length {result['settings']['length']:,}"
+    console.print(Text.assemble((result["task"], "bold"), about), soft_wrap=True)
+    busy = findings.untrusted(result)
+    console.print(table(rows, result.get("guessing"), trusted=busy is None))
+    found = findings.find([{**row, "colour": 0} for row in rows], result.get("guessing"), busy=busy)
+    if found is None:
+        return
+    console.print(Text(findings.headline(found).striptags()), soft_wrap=True)
+    console.print(Text(findings.caution(rows, busy)), soft_wrap=True)
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """One line per attention."""
+def table(rows: list[dict[str, Any]], guessing: dict[str, float] | None = None, *, trusted: bool = True) -> Table:
+    """One line per attention, and one for guessing."""
     metric = next((row["metric"] for row in rows if row["metric"]), "metric")
     result = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("attention", metric, "time/step", "memory", "parameters", "connections"):
-        result.add_column(title, justify="left" if title == "attention" else "right", no_wrap=True)
+    reference = rows[0].get("reference") or "full"
+    titles = ("attention", metric, f"time ({reference} = 1)", "training", "memory", "parameters", "connections")
+    for title in titles:
+        left = title == "attention"
+        result.add_column(title, justify="left" if left else "right", overflow="fold", no_wrap=not left)
     for row in rows:
         if row["mean"] is None:
-            result.add_row(row["attention"], "failed" if row["error"] else "–", *["–"] * 4)
+            result.add_row(row["attention"], "failed" if row["error"] else "–", *["–"] * 5)
             continue
-        relative = "–" if row["relative_time"] is None else f"× {row['relative_time']:.2f}"
         result.add_row(
-            row["attention"], score(row), relative, f"{row['memory'] / 2**20:,.0f} MiB", f"{row['parameters']:,}",
-            f"{row['connections']:,.0f}",
+            row["attention"], score(row), relative(row, trusted), total(row), f"{row['memory'] / 2**20:,.0f} MiB",
+            f"{row['parameters']:,}", f"{row['connections']:,.0f}",
         )  # fmt: skip
+    if guessing is not None:
+        result.add_row("guessing", f"{guessing['score']:.3f}", *[""] * 5, style="dim")
     return result
 
 
 def score(row: dict[str, Any]) -> str:
     spread = "" if row["sd"] is None else f" ± {row['sd']:.3f}"
     return f"{row['mean']:.3f}{spread}"
+
+
+def relative(row: dict[str, Any], trusted: bool = True) -> str:
+    """× median (quartiles); ≈ where it was not measured side by side, or on a busy machine."""
+    if row["relative_time"] is None:
+        return "–"
+    sign = "×" if trusted and row.get("relative_quartiles") else "≈"
+    if not row.get("relative_quartiles"):
+        return f"{sign} {row['relative_time']:.2f}"
+    low, middle, high = row["relative_quartiles"]
+    return f"{sign} {middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def total(row: dict[str, Any]) -> str:
+    from subquad.reports.report import duration
+
+    return "–" if row.get("total_seconds") is None else duration(row["total_seconds"])
 
 
 def suite_table(results: list[dict[str, Any]]) -> Table:

@@ -7,14 +7,18 @@ from typing import Annotated
 
 import typer
 
-from subquad.cli.console import out
+from subquad.attention.registry import check_name, for_length
+from subquad.core.console import out
 
 LONGEST = 4096  # a picture is an n × n matrix
 
 Spec = Annotated[str, typer.Argument(metavar="SPEC", help="A mechanism with its options, e.g. fixed:w=8.")]
 Causal = Annotated[
     bool | None,
-    typer.Option("--causal/--bidirectional", help="Direction. [default: the spec's; else bidirectional if it can]"),
+    typer.Option(
+        "--causal/--bidirectional",
+        help="Direction. [default: that of the spec; otherwise bidirectional where possible]",
+    ),
 ]
 
 
@@ -29,11 +33,11 @@ def plot(
     n: Annotated[int, typer.Option("--n", min=1, max=LONGEST, help="Length of the sequence.")] = 64,
     causal: Causal = None,
     weights: Annotated[
-        bool, typer.Option("--weights", help="Draw effective weights on random q and k (seed 0).")
+        bool, typer.Option("--weights", help="Draw the effective weights on random q and k (seed 0).")
     ] = False,
 ) -> None:
     """Draw who attends to whom, directly or through a summary, or with which weight."""
-    from subquad.bench import for_length
+    check_name(spec)
     from subquad.plots import draw_support, draw_weights, save
 
     attention = for_length(spec, n, causal=causal)
@@ -42,9 +46,9 @@ def plot(
 
 
 def gallery(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for gallery.png; made if missing.")] = Path(
-        "."
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for gallery.png; it is created if missing.")
+    ] = Path("."),
 ) -> None:
     """Draw every mechanism, bidirectional and causal, on one sheet."""
     from subquad.plots import draw_gallery, save

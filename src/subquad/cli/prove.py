@@ -9,8 +9,8 @@ import typer
 from rich.text import Text
 
 from subquad.cli.analyze import EXTRA, Sets, imported, read_arguments, source_of
-from subquad.cli.console import out
 from subquad.cli.plot import Causal
+from subquad.core.console import out
 
 
 def add_to(app: typer.Typer) -> None:
@@ -26,18 +26,18 @@ def prove(
     causal: Causal = None,
     function: Annotated[
         str | None,
-        typer.Option(help="What to compute: reverse, sum, sort, max, cumsum, first, cummax, or module:function."),
+        typer.Option(help="Function to compute: reverse, sum, sort, max, cumsum, first, cummax, or module:function."),
     ] = None,
     sets: Sets = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Build the network of the proof from the pattern's sets and verify every stage on every sequence of the grid.
 
-    Exit code 1 where a stage does not hold.
+    The exit code is 1 if a stage does not hold.
     """
+    source, _ = source_of(*read_arguments(spec, context.args), sets)
     from subquad.theory import proof
 
-    source, _ = source_of(*read_arguments(spec, context.args), sets)
     target = imported(function) if function and ":" in function else function
     result = proof.prove(source, n, d, delta, target, causal=causal)
     soft = _soften(result) if result.holds else []

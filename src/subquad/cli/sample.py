@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from subquad.cli.console import err, out
-from subquad.cli.train import quiet
+from subquad.core.console import err, out
 
 
 def add_to(app: typer.Typer) -> None:
@@ -17,15 +16,17 @@ def add_to(app: typer.Typer) -> None:
 
 
 def sample(
-    model: Annotated[Path, typer.Argument(help="Folder of a run of image-density, or of its model.")],
-    png: Annotated[Path, typer.Option("-o", "--out", help="Where the pictures go, side by side.")] = Path("sample.png"),
-    count: Annotated[int, typer.Option(min=1, help="How many pictures.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Below 1: more of the likely.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the drawing.")] = 0,
+    model: Annotated[Path, typer.Argument(help="Folder of a finished run of the task image-density, or of its model.")],
+    png: Annotated[Path, typer.Option("-o", "--out", help="File for the pictures, side by side.")] = Path("sample.png"),
+    count: Annotated[int, typer.Option(min=1, help="Number of pictures.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Below 1, likely values are drawn more often.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random draws.")] = 0,
 ) -> None:
-    """Draw pictures from a trained density model, value by value: minutes for one of 32 × 32."""
+    """Draw pictures from a trained density model, value by value. A picture of 32 × 32 pixels takes minutes."""
     if png.suffix.lower() != ".png" or not png.parent.is_dir():
         raise typer.BadParameter(f"--out must be a .png file in a folder that exists, not {png}")
+    from subquad.training.quiet import quiet
+
     quiet()
     import numpy as np
     from matplotlib.image import imsave
@@ -34,7 +35,7 @@ def sample(
 
     trained, task = use.load(model)
     if not hasattr(task, "sample"):
-        raise ValueError(f"{model}: sample needs a model of image-density, not of {task.name}")
+        raise ValueError(f"{model}: sample needs a model of the task image-density, and this is one of {task.name}")
     with Progress(console=err(), transient=True, disable=not err().is_terminal) as progress:
         bar = progress.add_task("drawing", total=task.recipe.length - 1)
         tell = lambda done, total: progress.update(bar, completed=done)  # noqa: E731

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from subquad.cli.console import out
+from subquad.attention.registry import available, check_name, for_length, mechanism
 from subquad.cli.plot import LONGEST, Causal, Spec
+from subquad.core.console import out
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -29,11 +30,10 @@ def show(
         int, typer.Option("--n", min=1, max=LONGEST, help="Length of the sequence that is counted and drawn.")
     ] = 64,
     causal: Causal = None,
-    png: Annotated[Path | None, typer.Option(help="Draw into this file instead of the terminal.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the picture into this file instead of the terminal.")] = None,
 ) -> None:
     """Explain a mechanism: what it is, its options, its cost, and who attends to whom."""
-    from subquad.attention.registry import available, mechanism
-    from subquad.bench import for_length
+    check_name(spec)
     from subquad.plots import draw_support, panels, save, tally
 
     console = out()
@@ -41,7 +41,7 @@ def show(
         attention = for_length(spec, n, causal=causal)
         pictures = panels(attention.picture(n))
     except ValueError:
-        if spec in available():  # it cannot do without options, which are best explained before the complaint
+        if spec in available():  # it needs options, which are best explained before the error
             _explain(mechanism(spec), None, console)
         raise
     _explain(type(attention), attention.options, console)
@@ -92,7 +92,8 @@ def _facts(attention: Attention, n: int, tallies: list[tuple[str, int, int]]) ->
     able = attention.capabilities
     ways = [way for way in ("causal", "bidirectional", "cross", "padding", "streaming") if getattr(able, way)]
     possible = n * (n + 1) // 2 if attention.options.causal else n * n
-    facts = {"cost": attention.cost, "exponent": f"{attention.exponent:g} with these options", "can": ", ".join(ways)}
+    growth = f"grows like n^{attention.exponent:.3g}, up to logarithms, with these options"
+    facts = {"cost": f"{growth} (in general {attention.cost})", "supports": ", ".join(ways)}
     for heads, direct, summary in tallies:
         label = f"at n = {n}" + (f", {heads}" if heads else "")
         sparsity = 1 - (direct + summary) / possible
@@ -100,7 +101,8 @@ def _facts(attention: Attention, n: int, tallies: list[tuple[str, int, int]]) ->
         facts[label] = f"{direct + summary:,} of {possible:,} connections{parts}, sparsity {sparsity:.1%}"
     report = getattr(attention, "cost_report", None)
     if report is not None:
-        facts |= {name: f"{value:,}" if isinstance(value, int) else f"{value:g}" for name, value in report(n).items()}
+        counts = {name: value for name, value in report(n).items() if name != "exponent"}  # the cost says it
+        facts |= {name: f"{value:,}" if isinstance(value, int) else f"{value:g}" for name, value in counts.items()}
     return [Text.assemble((f"{name}: ", "bold"), fact) for name, fact in facts.items()]
 
 

@@ -24,7 +24,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def study(context: typer.Context) -> None:
-    """Run a study: a measurement with a table and a plot."""
+    """Run a study: a measurement behind one of our claims, with a table and a plot."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 

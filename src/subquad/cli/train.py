@@ -7,20 +7,27 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from subquad.cli.console import err, out
+from subquad.attention.registry import check_name
+from subquad.cli.listing import print_rows
+from subquad.core.console import err, out
+from subquad.core.options import fields
+from subquad.tasks import available, describe, task_class
+from subquad.tasks import task as make_task
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the recipe; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
 ]
 Data = Annotated[
     Path | None,
-    typer.Option("--data", help="Directory of data sets; else $SUBQUAD_DATA, else ./data.", show_default=False),
+    typer.Option("--data", help="Folder of data sets. [default: $SUBQUAD_DATA, otherwise ./data]", show_default=False),
 ]
 Recipe = Annotated[
     str,
     typer.Option(
-        help="small: means something in minutes on a laptop; paper: the paper's numbers; some tasks have more."
+        help="small: a meaningful result in minutes on a laptop; paper: that of the paper; some tasks have more."
     ),
 ]
 
@@ -31,33 +38,37 @@ def add_to(app: typer.Typer) -> None:
 
 
 def train(
-    task: Annotated[str, typer.Argument(help="A task; `subquad tasks` lists them.")],
+    task: Annotated[str, typer.Argument(help="A task; subquad tasks lists them.")],
     attention: Annotated[
-        str, typer.Option(help="A mechanism with its options; several with | between: the layers take them in turn.")
+        str,
+        typer.Option(help="A mechanism with its options; several, separated by |, are assigned to the layers in turn."),
     ] = "full",
     recipe: Recipe = "small",
     settings: Settings = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the data, the model and the order of examples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the data, the model and the order of the examples.")] = 0,
     folder: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder of the run; else out/train/TASK/ATTENTION/seedN.", show_default=False),
+        typer.Option("--out", help="Folder of the run. [default: out/train/TASK/ATTENTION/seedN]", show_default=False),
     ] = None,
     data: Data = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run in the folder, start anew.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the run in the folder and start again.")
+    ] = False,
 ) -> None:
-    """Train one model and test it. Checkpoints, log.jsonl, tensorboard curves and the best model go to a folder.
+    """Train one model and test it. Checkpoints, log.jsonl, TensorBoard curves and the best model go to a folder.
 
     The best checkpoint is the one with the best validation metric; the test set is read once, with that one.
     Under torchrun the batch is shared by the processes: torchrun --nproc-per-node 2 -m subquad train …
     """
     specs = split_attention(attention)
+    check_name(attention)
     run = make_run(task, specs, recipe, settings, seed, folder, data)
     from subquad.training.run import main_process
     from subquad.training.run import train as start
 
     if resume and not (run.out / "run.json").exists() and main_process():
-        err().print(f"--resume: {run.out} holds no run yet, this one starts from scratch", soft_wrap=True)
+        err().print(f"--resume: {run.out} contains no run yet, so this one starts from scratch", soft_wrap=True)
     result = start(run, resume=resume, overwrite=overwrite)
     if main_process():
         show(result, run.out)
@@ -66,7 +77,7 @@ def train(
 def split_attention(text: str) -> list[str]:
     specs = [piece.strip() for piece in text.split("|")]
     if not all(specs):
-        raise typer.BadParameter(f"--attention is a spec, or several with | between, not {text!r}")
+        raise typer.BadParameter(f"--attention must be a spec, or several separated by |, not {text!r}")
     return specs
 
 
@@ -74,30 +85,20 @@ def make_run(
     task: str, specs: list[str], recipe: str, settings: Any, seed: int, folder: Path | None, data: Path | None
 ):
     """Everything that can be wrong with a request is found here, before anything is loaded or written."""
+    made = make_task(task, recipe, tuple(settings or ()), data, seed)
+    from subquad.training.quiet import quiet
+
     quiet()
-    from subquad.tasks import task as make_task
     from subquad.training.run import Run, slug
 
-    made = make_task(task, recipe, tuple(settings or ()), data, seed)
     where = folder or Path("out/train") / task / slug("+".join(specs)) / f"seed{seed}"
     return Run(made, specs, where, recipe, seed)
-
-
-def quiet() -> None:
-    """transformers tells its own story on stderr; ours is enough."""
-    import warnings
-
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|accelerate|torch")
 
 
 def show(result: dict[str, Any], folder: Path) -> None:
     console = out()
     numbers = "  ".join(f"{key} {value:.4f}" for key, value in result["test"].items())
-    console.print(f"[bold]test[/bold]  {numbers}", soft_wrap=True)
+    console.print(Text.assemble(("test", "bold"), f"  {numbers}"), soft_wrap=True)
     best = (
         f"best of {result['steps']} steps: {result['best_step']} (valid {result['metric']} {result['valid'] or 0:.4f})"
     )
@@ -112,26 +113,24 @@ def show(result: dict[str, Any], folder: Path) -> None:
 
 
 def tasks(
-    name: Annotated[str | None, typer.Argument(help="A task, to see its recipes.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="A task, to show its recipes.", show_default=False)] = None,
 ) -> None:
-    """List the tasks, or the recipes of one."""
-    from subquad.tasks import available, task_class
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    """List the tasks, or the recipes of one task."""
     if name is None:
-        for title in ("task", "what", "head", "metric", "data"):
-            table.add_column(title)
-        for each in available():
-            cls = task_class(each)
-            table.add_row(each, cls.title, cls.head, cls.metric, "to get" if cls.needs_data else "generated")
-    else:
-        from subquad.core.options import fields
-
-        recipes = task_class(name).recipes
-        for title in ("key", *recipes, "what it is"):
-            table.add_column(title)
-        for field in fields(type(next(iter(recipes.values())))):
-            choices = f" ({field.allowed()})" if field.allowed().startswith("one of") else ""
-            numbers = (str(getattr(each, field.name)) for each in recipes.values())
-            table.add_row(field.name, *numbers, field.help + choices)
+        found = [describe(each) for each in available()]
+        rows = [[each["name"], each["title"], each["head"], each["metric"], _data(each)] for each in found]
+        print_rows(out(), ("task", "description", "head", "metric", "data"), rows)
+        return
+    recipes = task_class(name).recipes
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("setting", *recipes, "meaning"):
+        table.add_column(title)
+    for field in fields(type(next(iter(recipes.values())))):
+        choices = f" ({field.allowed()})" if field.allowed().startswith("one of") else ""
+        numbers = (str(getattr(each, field.name)) for each in recipes.values())
+        table.add_row(field.name, *numbers, field.help + choices)
     out().print(table)
+
+
+def _data(task: dict[str, Any]) -> str:
+    return "to download" if task["needs_data"] else "generated"

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from subquad.cli.console import out
-from subquad.cli.train import Data, quiet
+from subquad.cli.train import Data
+from subquad.core.console import out
 
-Model = Annotated[Path, typer.Argument(help="Folder of a run, or of its model.")]
+Model = Annotated[Path, typer.Argument(help="Folder of a finished run, or of its model.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,13 +25,15 @@ def add_to(app: typer.Typer) -> None:
 
 def evaluate(
     model: Model,
-    part: Annotated[str, typer.Option(help="test, valid or train.")] = "test",
+    part: Annotated[str, typer.Option(help="Part of the data: test, valid or train.")] = "test",
     data: Data = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Test a trained model again."""
+    """Evaluate a trained model on a part of its task's data."""
     if part not in ("test", "valid", "train"):
         raise typer.BadParameter(f"--part must be test, valid or train, not {part!r}")
+    from subquad.training.quiet import quiet
+
     quiet()
     from subquad.training import use
 
@@ -44,14 +46,21 @@ def evaluate(
 
 def predict(
     model: Model,
-    text: Annotated[str | None, typer.Argument(help="One line; else --file, else stdin.", show_default=False)] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="One input per line.", show_default=False)] = None,
+    text: Annotated[
+        str | None,
+        typer.Argument(help="One line of input; without it --file or standard input is read.", show_default=False),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="A file with one input per line.", show_default=False)
+    ] = None,
 ) -> None:
-    """Ask a trained model: an answer per line."""
+    """Print the answer of a trained model to each line of input."""
     if text is not None and file is not None:
-        raise typer.BadParameter("give a text or --file, not both")
+        raise typer.BadParameter("give either a text or --file, not both")
+    from subquad.training.quiet import quiet
+
     quiet()
-    from subquad.tasks.files import read_lines
+    from subquad.data.files import read_lines
     from subquad.training import use
 
     if text is not None:
@@ -66,12 +75,16 @@ def predict(
 
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")],
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    prompt: Annotated[str, typer.Option(help="The beginning of the text.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the likeliest token.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Let a trained language model write."""
+    """Continue a text with a trained language model."""
+    from subquad.training.quiet import quiet
+
     quiet()
     from subquad.training import use
 

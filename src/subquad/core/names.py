@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+
+def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """The known names most like `name`, whatever the case; a beginning counts too (w for width)."""
+    by_lower = {each.lower(): each for each in known}
+    lower = name.lower()
+    found = get_close_matches(lower, by_lower, most, 0.5)
+    found += [each for each in by_lower if lower.startswith(each) or each.startswith(lower)]
+    return [by_lower[each] for each in dict.fromkeys(found)][:most]
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a `name` that no `kind` has."""
     known = list(known)
-    near = get_close_matches(name, known, 3, 0.5)
+    near = nearest(name, known, 3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return ValueError(f"unknown {kind} {name!r}{hint} (available: {', '.join(known)})")
 
@@ -27,3 +38,16 @@ def look_up(kind: str, name: str, table: dict[str, Any]) -> Any:
         entry.name = name
         table[name] = entry
     return entry
+
+
+def import_user_module(name: str) -> Any:
+    """A module of the user's, from the working directory too, which comes last: it hides no installed package."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.split(".")[0] and error.name != name:
+            raise
+        raise ModuleNotFoundError(f"module {name!r} not found, neither installed nor in {here}", name=name) from None

@@ -10,8 +10,9 @@ import math
 import types
 import typing
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
+
+from subquad.core.names import nearest
 
 
 def option(default: Any = None, help: str = "", *, ge=None, gt=None, le=None, lt=None) -> Any:
@@ -116,7 +117,7 @@ def make(options: type[Checked], name: str, given: dict[str, Any]) -> Any:
     known = {field.name: field for field in fields(options)}
     for key in given:
         if key not in known:
-            near = get_close_matches(key, known, 1)
+            near = nearest(key, known)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise TypeError(f"{name} has no option {key!r}{hint} (its options: {', '.join(known)})")
     tuples: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
@@ -141,6 +142,22 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
             raise ValueError(f"spec {spec!r}: option {key} is given twice")
         given[key] = value
     return name.strip(), given
+
+
+def split_list(text: str) -> list[str]:
+    """`full,combiner-fixed:span=64,abstraction=mean,sbm` → three specs: option=value belongs to the spec before it."""
+    specs: list[str] = []
+    for piece in (piece.strip() for piece in text.split(",")):
+        if specs and "=" in piece and ":" not in piece:
+            specs[-1] += f",{piece}"
+        elif piece:
+            specs.append(piece)
+    doubles = {spec for spec in specs if specs.count(spec) > 1}
+    if not specs or doubles:
+        raise ValueError(
+            f"--attention {'is empty' if not specs else f'names {doubles.pop()} twice'}: give comma-separated specs"
+        )
+    return specs
 
 
 def parse(options: type[Checked], name: str, given: dict[str, str]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ The declared exponent is that of the operations; nothing of the size of the scor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import subquad.kernels.flops  # noqa: F401  (teaches the counter our kernels)
 from subquad.attention.registry import attention
 from subquad.bench import Setting, peak_memory
+from subquad.core.numbers import growth_exponent
 
 PLANS = {
     "fixed": "combiner-fixed",
@@ -84,13 +84,6 @@ def run(
     return rows
 
 
-def slope(lengths: Sequence[int], costs: Sequence[float]) -> float:
-    """The exponent e of cost ≈ c·n^e."""
-    xs, ys = ([math.log(x) for x in of] for of in (lengths, costs))
-    x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / sum((x - x0) ** 2 for x in xs)
-
-
 def by_plan(rows: Sequence[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -110,10 +103,12 @@ def table(rows: Sequence[Row]) -> str:
     for plan, of in by_plan(rows).items():
         counts = [row.operations for row in of]
         line = f"{plan:10} {of[0].declared:8.2f}  " + "".join(f"{count / 1e9:9.3f}" for count in counts)
-        line += f"{slope(lengths, counts):7.2f}"
+        line += f"{growth_exponent(lengths, counts):7.2f}"
         if measured:
             sizes = [row.memory or 0 for row in of]
-            line += "  |" + "".join(f"{size / 2**20:9.1f}" for size in sizes) + f"{slope(lengths, sizes):7.2f}"
+            line += (
+                "  |" + "".join(f"{size / 2**20:9.1f}" for size in sizes) + f"{growth_exponent(lengths, sizes):7.2f}"
+            )
         lines.append(line)
     return "\n".join(lines)
 
@@ -144,10 +139,10 @@ def draw(rows: Sequence[Row], path: Path | str) -> Path:
 
 
 def show(
-    causal: Annotated[bool, typer.Option(help="Causal attention, or both ways.")] = True,
-    heads: Annotated[int, typer.Option(help="Heads of 64, one sequence.")] = 2,
+    causal: Annotated[bool, typer.Option(help="Causal or bidirectional attention.")] = True,
+    heads: Annotated[int, typer.Option(help="Number of heads of width 64.")] = 2,
     longest: Annotated[int, typer.Option(help="Lengths from 1024 up to here.")] = 65536,
-    png: Annotated[str, typer.Option(help="Where the plot goes.")] = "combiner-cost.png",
+    png: Annotated[str, typer.Option(help="File for the plot.")] = "combiner-cost.png",
 ) -> None:
     """Operations and memory of every Combiner plan over n, against the declared exponent: a table and a plot."""
     if heads < 1 or longest < 2 * LENGTHS[0]:

@@ -33,13 +33,13 @@ def accuracies(out: Path, steps: int, depths: tuple[int, ...], patterns: tuple[s
 
 
 def show(
-    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("out/copying"),
+    out: Annotated[Path, typer.Option(help="Folder of the runs; finished ones are kept.")] = Path("out/copying"),
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 1000,
-    depth: Annotated[int, typer.Option(min=1, help="Most layers.")] = 3,
+    depth: Annotated[int, typer.Option(min=1, help="Largest number of layers.")] = 3,
 ) -> None:
     """Accuracy on the copying task for 1, 2, … layers of full, STRIDED and FIXED attention (table 1 of Yun et al.)."""
-    from subquad.cli.console import out as console
-    from subquad.cli.train import quiet
+    from subquad.core.console import out as console
+    from subquad.training.quiet import quiet
 
     quiet()
     depths = tuple(range(1, depth + 1))

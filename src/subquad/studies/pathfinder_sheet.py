@@ -37,8 +37,8 @@ def draw_sheet(path: Path | str, kinds: Sequence[tuple[int, int, int]] = KINDS, 
 
 
 def show(
-    png: Annotated[str, typer.Option(help="Where the sheet goes.")] = "pathfinder.png",
-    seed: Annotated[int, typer.Option(min=0, help="Of the pictures.")] = 0,
+    png: Annotated[str, typer.Option(help="File for the sheet.")] = "pathfinder.png",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the pictures.")] = 0,
 ) -> None:
     """Pictures of the task pathfinder, joined and not, of several sizes, on one sheet."""
     print(f"drawn: {draw_sheet(png, seed=seed)}")

@@ -57,17 +57,22 @@ def draw_training(out: Path, attentions: Iterable[str]) -> Path:
 
 
 def show(
-    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("out/repeated-tokens"),
-    attention: Annotated[str, typer.Option(help="Attentions, with commas between.")] = "full,sbm",
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the recipe.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the runs; finished ones are kept.")] = Path(
+        "out/repeated-tokens"
+    ),
+    attention: Annotated[str, typer.Option(help="Mechanisms with their options, comma-separated.")] = "full,sbm",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the runs.")] = 0,
 ) -> None:
     """SBM learns to use full attention where the task needs it (SBM-Transformer, section 5.1): loss and density over
-    the steps. Goes on where it stopped.
+    the steps. Run the same command again to resume.
     """
-    from subquad.cli.console import out as console
-    from subquad.cli.train import quiet
-    from subquad.training.compare import split_list
+    from subquad.core.console import out as console
+    from subquad.core.options import split_list
+    from subquad.training.quiet import quiet
 
     quiet()
     names = split_list(attention)

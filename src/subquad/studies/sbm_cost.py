@@ -25,6 +25,7 @@ import typer
 from subquad.attention.registry import attention
 from subquad.attention.sbm import Sbm
 from subquad.core import memory
+from subquad.core.numbers import growth_exponent
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -80,10 +81,7 @@ def run(lengths: Sequence[int] = LENGTHS, degree: float = 64, repeats: int = 3) 
 
 def exponent(records: Sequence[dict[str, Any]], key: str) -> float:
     """The slope b of log(records[key]) over log(n): key ~ n^b."""
-    x = [math.log(record["n"]) for record in records]
-    y = [math.log(record[key]) for record in records]
-    a, b = sum(x) / len(x), sum(y) / len(y)
-    return sum((u - a) * (v - b) for u, v in zip(x, y, strict=True)) / sum((u - a) ** 2 for u in x)
+    return growth_exponent([record["n"] for record in records], [record[key] for record in records])
 
 
 def draw_cost(records: Sequence[dict[str, Any]], path: Path | str) -> Path:
@@ -110,10 +108,10 @@ def draw_cost(records: Sequence[dict[str, Any]], path: Path | str) -> Path:
 
 
 def show(
-    png: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("sbm-cost.png"),
-    degree: Annotated[float, typer.Option(min=1, help="Expected edges of a query.")] = 64,
+    png: Annotated[Path, typer.Option(help="File for the plot.")] = Path("sbm-cost.png"),
+    degree: Annotated[float, typer.Option(min=1, help="Expected number of edges of a query.")] = 64,
     longest: Annotated[int, typer.Option(min=2 * LENGTHS[0], help="Lengths from 1024 up to here.")] = LENGTHS[-1],
-    repeats: Annotated[int, typer.Option(min=1, help="Steps of which the fastest counts.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of steps; the fastest counts.")] = 3,
 ) -> None:
     """Time and memory of SBM attention at a constant number of edges per query: a table and a plot."""
     records = run([n for n in LENGTHS if n <= longest], degree, repeats)

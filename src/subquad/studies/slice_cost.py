@@ -67,7 +67,7 @@ def draw_slice_cost(
     return path
 
 
-def show(png: Annotated[str, typer.Option(help="Where the plot goes.")] = "slice-cost.png") -> None:
+def show(png: Annotated[str, typer.Option(help="File for the plot.")] = "slice-cost.png") -> None:
     """Cost of slices against linear attentions (Composite Slice, section A.4): a table and a plot."""
     print(f"{'N':>7} {'best L':>7} {'full / slices':>14} {'linear M=128 / slices':>22}")
     for n in (1024, 4096, 16384, 65536):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from subquad.core.declarations import declared
 from subquad.core.names import look_up, unknown
 
 if TYPE_CHECKING:
@@ -38,17 +39,27 @@ _TASKS: dict[str, Any] = {
 }
 
 
+SUITES = {"lra": ("listops", "text", "retrieval", "image", "pathfinder")}  # tasks that are compared together
+
+
 def available() -> tuple[str, ...]:
     """The names of all tasks."""
     return tuple(_TASKS)
 
 
 def register(name: str, cls: type[Task], *, replace: bool = False) -> None:
-    """Make a task of your own available under `name`, also on the command line of your own program."""
+    """Make a task of your own available under `name`; `subquad --import MODULE` makes the command line see it."""
     if name in _TASKS and not replace:
         raise ValueError(f"name {name!r} is taken; pass replace=True to replace it")
     cls.name = name
     _TASKS[name] = cls
+
+
+def describe(name: str) -> dict[str, Any]:
+    """What `subquad tasks` shows of a task, read from the source text of its class: torch need not be imported."""
+    if name not in _TASKS:
+        raise unknown("task", name, _TASKS)
+    return {"name": name, **declared(_TASKS[name], ("title", "head", "metric", "larger_is_better", "needs_data"))}
 
 
 def task_class(name: str) -> type[Task]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,20 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from subquad.data.datasets import IGNORED, Example, Splits
 from subquad.tasks import scores
 from subquad.tasks.recipe import Recipe
-from subquad.tasks.scores import IGNORED
 
-Example = dict[str, Tensor]  # input_ids (n,), labels (n,) or (), perhaps token_type_ids (n,)
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Three map-style datasets of examples. Checkpoints are chosen on `valid`; `test` is read once, at the end."""
-
-    train: Dataset
-    valid: Dataset
-    test: Dataset
+__all__ = ["IGNORED", "Example", "Splits", "Task", "collate"]
 
 
 class Task:

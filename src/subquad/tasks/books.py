@@ -21,20 +21,20 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.core.options import option
-from subquad.tasks import subwords
-from subquad.tasks.base import Example, Splits, Task
+from subquad.data import subwords
+from subquad.data.corpus import Corpus, Document, signature, tokenised
+from subquad.data.datasets import Windows
+from subquad.data.files import Source, decoded, members, read_lines
+from subquad.data.subwords import cached_tokenizer
+from subquad.tasks.base import Example, Splits
 from subquad.tasks.bytes import PG19
-from subquad.tasks.corpus import Corpus, Document, signature, tokenised
-from subquad.tasks.datasets import Windows
-from subquad.tasks.files import Source, decoded, members, read_lines
 from subquad.tasks.language import entropy
 from subquad.tasks.recipe import Recipe
-from subquad.tasks.subwords import cached_tokenizer, encode_all
+from subquad.tasks.tokenized import TokenizedTask
 
 BEGIN, END = "<s>", "</s>"
 SPECIALS = (subwords.PAD, BEGIN, END)
@@ -70,7 +70,7 @@ class Texts:
     documents: Callable[[], Iterable[Document]]
 
 
-class Books(Task):
+class Books(TokenizedTask):
     """Recipe `paper`: PG-19 in Composite Slice, A.7.2 (table 9): GPT-2 (12 layers of 768, 12 heads), 1,000,000 steps,
     batch 32, rate 1e-3, decay 0.1. Of its lengths 1024 is taken here; schedule and warm-up are not given (cosine, 2000
     here), and the second β of AdamW is 0.999, not 0.99.
@@ -101,8 +101,6 @@ class Books(Task):
         ),
     }  # fmt: skip
 
-    tokenizer: Tokenizer | None = None
-
     def load(self) -> Splits:
         r = self.recipe
         if (r.source == "folder") != (r.path is not None):
@@ -110,7 +108,7 @@ class Books(Task):
         if r.length < 2:
             raise ValueError(f"{self.name}: length must be ≥ 2, not {r.length}")
         parts = self.texts()
-        if self.tokenizer is None:
+        if not self.has_tokenizer:
             self.tokenizer = cached_tokenizer(sample(parts[0].documents()), r.subwords, SPECIALS)
         found = [tokenised(part.source, part.documents, self.tokenizer, (BEGIN, END)) for part in parts]
         self.test = found[2]
@@ -134,7 +132,6 @@ class Books(Task):
         return [whole(path), *(whole(PG19.find(self.data, part)) for part in ("validation", "test"))]
 
     def vocabulary(self) -> dict[str, Any]:
-        assert self.tokenizer is not None, "load or restore first"
         ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         return {"vocab_size": self.tokenizer.get_vocab_size(), **ids}
 
@@ -144,23 +141,11 @@ class Books(Task):
 
     def encode(self, text: str) -> Example:
         """The beginning of a document."""
-        assert self.tokenizer is not None, "load or restore first"
-        return {"input_ids": torch.tensor([SPECIALS.index(BEGIN), *encode_all(self.tokenizer, [text])[0]])}
-
-    def decode(self, ids: Sequence[int]) -> str:
-        assert self.tokenizer is not None, "load or restore first"
-        return subwords.text_of(self.tokenizer, ids)
+        return {"input_ids": torch.tensor([SPECIALS.index(BEGIN), *self.ids(text)])}
 
     def answer(self, logits: Tensor) -> str:
         """The likeliest next token after the text, logits (n, V)."""
         return self.decode([int(logits[-1].argmax(-1))])
-
-    def save(self, folder: Path) -> None:
-        assert self.tokenizer is not None, "load first"
-        subwords.save(self.tokenizer, folder)
-
-    def restore(self, folder: Path) -> None:
-        self.tokenizer = subwords.load(folder)
 
 
 class DocumentWindows(Dataset):

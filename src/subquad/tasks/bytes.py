@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from subquad.core.options import option
+from subquad.data.cache import mapped, pieces
+from subquad.data.datasets import split_90_5_5
+from subquad.data.files import OPENERS, Source, members
 from subquad.tasks.base import Example
-from subquad.tasks.cache import mapped, pieces
-from subquad.tasks.files import OPENERS, Source, members
-from subquad.tasks.language import Language, LanguageRecipe, Texts, split
+from subquad.tasks.language import Language, LanguageRecipe, Texts
 
 ENWIK8 = Source("enwik8", "enwik8.zip, packed or unpacked to enwik8", "http://mattmahoney.net/dc/textdata.html")
 PG19 = Source(
@@ -69,14 +70,14 @@ class Bytes(Language):
         if source == "pg19":
             return self._books()
         if source == "shakespeare":
-            return split(read_text(SHAKESPEARE.find(self.data, "input.txt")))
-        return split(read_text(Path(self.recipe.path)))
+            return split_90_5_5(read_text(SHAKESPEARE.find(self.data, "input.txt")))
+        return split_90_5_5(read_text(Path(self.recipe.path)))
 
     def _books(self) -> Texts:
         """The official folders, or one archive of books that is cut."""
         path = PG19.find(self.data, "train", "books.tar")
         if path.name != "train":
-            return split(mapped(path, books))
+            return split_90_5_5(mapped(path, books))
         valid, test = (PG19.find(self.data, part) for part in ("validation", "test"))
         return mapped(path, books), mapped(valid, books), mapped(test, books)
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from subquad.core.options import option
+from subquad.data.datasets import generated_splits
 from subquad.tasks.base import IGNORED, Example, Splits, Task
-from subquad.tasks.datasets import Made
 from subquad.tasks.recipe import Recipe
 
 
@@ -48,7 +48,7 @@ class Copying(Task):
         if r.length % 2 or r.length < 4:
             raise ValueError(f"{self.name}: length must be even and ≥ 4 (0s0s), not {r.length}")
         sizes = (r.train_size or r.steps * r.batch, r.eval_size or 10_000, r.eval_size or 10_000)
-        return Splits(*(Made(self.make, size, (self.seed, part)) for part, size in enumerate(sizes)))
+        return generated_splits(self.make, sizes, self.seed)
 
     def sequence(self, rng: np.random.Generator) -> torch.Tensor:
         """0s0s, (n,)."""

@@ -11,7 +11,7 @@ validation part are not said there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from subquad.core.options import option
+from subquad.data.datasets import Examples, with_validation
+from subquad.data.files import Source
 from subquad.tasks import scores
 from subquad.tasks.base import Splits, Task
-from subquad.tasks.datasets import Examples, divided
-from subquad.tasks.files import Source
 from subquad.tasks.image import pixels, read_cifar10
 from subquad.tasks.recipe import Recipe
 
@@ -73,7 +73,7 @@ class ImageDensity(Task):
             )
         read = self._cifar10 if r.source == "cifar10" else self._imagenet64
         train, test = (self._examples(read(part)) for part in ("train", "test"))
-        return divided(train, test, r.valid, r, self.seed)
+        return with_validation(train, test, r.valid, self.seed, train_size=r.train_size, eval_size=r.eval_size)
 
     def _cifar10(self, part: str) -> np.ndarray:
         return pixels(read_cifar10(self.data, part)[0], "rgb")  # (N, 3072)
@@ -109,15 +109,30 @@ class ImageDensity(Task):
     def sample(
         self, model: Any, count: int, seed: int = 0, temperature: float = 1.0, tell: Any = None
     ) -> list[np.ndarray]:
-        """Pictures drawn from a trained model, value by value: one call of the model for each."""
-        draw = torch.Generator().manual_seed(seed)
-        ids = torch.full((count, 1), START)
-        for step in range(self.recipe.length - 1):
-            logits = model(ids).logits[:, -1, :VALUES].float() / temperature
-            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=draw)], 1)
-            if tell is not None:
-                tell(step + 1, self.recipe.length - 1)
+        """Pictures drawn from a trained model, value by value, by transformers' `generate`."""
+        from transformers import set_seed
+
+        set_seed(seed)
+        steps = self.recipe.length - 1
+        ids = model.generate(
+            torch.full((count, 1), START), min_new_tokens=steps, max_new_tokens=steps, do_sample=True, top_k=0,
+            temperature=temperature, suppress_tokens=[START], streamer=None if tell is None else Counter(steps, tell),
+        )  # (count, 1 + 3·side²)  # fmt: skip
         return [self.picture(row[1:].tolist()) for row in ids]
+
+
+class Counter:
+    """Counts the tokens that `generate` hands to its streamer; the first call brings the prompt."""
+
+    def __init__(self, total: int, tell: Callable[[int, int], None]) -> None:
+        self.done, self.total, self.tell = -1, total, tell
+
+    def put(self, tokens: Tensor) -> None:
+        self.done += 1
+        self.tell(self.done, self.total)
+
+    def end(self) -> None:
+        """Nothing is left to do."""
 
 
 def planes_file(path: Path) -> np.ndarray:

@@ -20,17 +20,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.core.options import option
-from subquad.tasks import scores, subwords
-from subquad.tasks.base import Example, Splits, Task
-from subquad.tasks.files import Source, decoded, members
+from subquad.data import subwords
+from subquad.data.files import Source, decoded, members
+from subquad.data.subwords import cached_tokenizer, encode_all, framed
+from subquad.tasks import scores
+from subquad.tasks.base import Example, Splits
 from subquad.tasks.pretrained import copy_encoder, model_folder
 from subquad.tasks.recipe import Recipe
-from subquad.tasks.subwords import cached_tokenizer, encode_all, framed
+from subquad.tasks.tokenized import TokenizedTask
 
 BINARY, ENTAILMENT = ("0", "1"), ("entailment", "not_entailment")
 VALID = 2000  # at most so many rows of the training file choose the checkpoint
@@ -100,21 +101,19 @@ def recipes(rows: int) -> dict[str, GlueRecipe]:
     }  # fmt: skip
 
 
-class Glue(Task):
+class Glue(TokenizedTask):
     """What the nine have in common; each adds its columns and its metric."""
 
     columns: ClassVar[Columns]
     paper = "SBM-Transformer, table 4; Sparse Transformers, figures 2 and 4; Composite Slice, table 5"
     needs_data = True
 
-    tokenizer: Tokenizer | None = None
-
     def load(self) -> Splits:
         r = self.recipe
         if r.length < 5:
             raise ValueError(f"{self.name}: length must be ≥ 5 (two tokens and three specials), not {r.length}")
         train, dev = self.rows("train"), self.rows("dev")
-        if self.tokenizer is None:
+        if not self.has_tokenizer:
             self.tokenizer = (
                 subwords.load(model_folder(Path(r.init)))
                 if r.init is not None
@@ -127,7 +126,6 @@ class Glue(Task):
         return Splits(*map(self._sentences, parts))
 
     def _sentences(self, rows: Sequence[Row]) -> Sentences:
-        assert self.tokenizer is not None, "load or restore first"
         first, second = (encode_all(self.tokenizer, [row[k] for row in rows]) for k in (0, 1))
         whole = bool(self.columns.labels)
         labels = torch.tensor([row[2] for row in rows], dtype=torch.long if whole else torch.float)
@@ -150,7 +148,6 @@ class Glue(Task):
         return rows
 
     def vocabulary(self) -> dict[str, Any]:
-        assert self.tokenizer is not None, "load or restore first"
         size, labels = self.tokenizer.get_vocab_size(), len(self.columns.labels) or 1
         return {"vocab_size": size, "num_labels": labels, "type_vocab_size": 2, "pad_token_id": 0}
 
@@ -175,13 +172,6 @@ class Glue(Task):
     def answer(self, logits: Tensor) -> str:
         labels = self.columns.labels
         return labels[int(logits.argmax(-1))] if labels else f"{float(logits):.3f}"
-
-    def save(self, folder: Path) -> None:
-        assert self.tokenizer is not None, "load first"
-        subwords.save(self.tokenizer, folder)
-
-    def restore(self, folder: Path) -> None:
-        self.tokenizer = subwords.load(folder)
 
 
 class Sentences(Dataset):
@@ -245,7 +235,8 @@ def _label(where: str, text: str, labels: tuple[str, ...]) -> float:
 
 class Cola(Glue):
     title = "GLUE CoLA: is the sentence grammatical?"
-    columns, metric, recipes = TABLE["cola"], "matthews", recipes(TABLE["cola"].rows)
+    metric = "matthews"
+    columns, recipes = TABLE["cola"], recipes(TABLE["cola"].rows)
 
     def measure(self, statistics: np.ndarray) -> dict[str, float]:
         return scores.matthews(statistics)
@@ -258,7 +249,8 @@ class Sst2(Glue):
 
 class Mrpc(Glue):
     title = "GLUE MRPC: do two sentences say the same?"
-    columns, metric, recipes = TABLE["mrpc"], "f1", recipes(TABLE["mrpc"].rows)
+    metric = "f1"
+    columns, recipes = TABLE["mrpc"], recipes(TABLE["mrpc"].rows)
 
     def measure(self, statistics: np.ndarray) -> dict[str, float]:
         return scores.f1_and_accuracy(statistics)
@@ -266,7 +258,8 @@ class Mrpc(Glue):
 
 class Stsb(Glue):
     title = "GLUE STS-B: how alike are two sentences, from 0 to 5?"
-    columns, metric, recipes = TABLE["stsb"], "pearson", recipes(TABLE["stsb"].rows)
+    metric = "pearson"
+    columns, recipes = TABLE["stsb"], recipes(TABLE["stsb"].rows)
 
     def measure(self, statistics: np.ndarray) -> dict[str, float]:
         return scores.correlations(statistics)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from subquad.core.options import option
+from subquad.data.datasets import Examples, with_validation
+from subquad.data.files import Source, members, read_bytes
 from subquad.tasks.base import Example, Splits, Task
-from subquad.tasks.datasets import Examples, divided
-from subquad.tasks.files import Source, members, read_bytes
 from subquad.tasks.recipe import Recipe
 
 CIFAR10 = Source(
@@ -77,7 +77,7 @@ class Image(Task):
             raise ValueError(f"image: a {r.colour} picture of {r.source} has {positions} positions: set length to that")
         read = read_cifar10 if r.source == "cifar10" else read_mnist
         train, test = (self._examples(*read(self.data, part)) for part in ("train", "test"))
-        return divided(train, test, r.valid, r, self.seed)
+        return with_validation(train, test, r.valid, self.seed, train_size=r.train_size, eval_size=r.eval_size)
 
     def _examples(self, pictures: np.ndarray, labels: np.ndarray) -> Examples:
         if self.recipe.source == "cifar10":

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from subquad.core.options import option
+from subquad.data.datasets import Windows
 from subquad.tasks.base import Splits, Task
-from subquad.tasks.datasets import Windows
 from subquad.tasks.recipe import Recipe
 
 Texts = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens of the training, validation and test text
@@ -57,12 +57,6 @@ class Language(Task):
 def first(text: np.ndarray, length: int, stride: int, windows: int | None) -> np.ndarray:
     """The part of a text that its first windows cover."""
     return text if windows is None else text[: length + (windows - 1) * stride]
-
-
-def split(text: np.ndarray) -> Texts:
-    """90 % to train, 5 % to validate, 5 % to test, in this order."""
-    a, b = len(text) * 90 // 100, len(text) * 95 // 100
-    return text[:a], text[a:b], text[b:]
 
 
 def entropies(tokens: np.ndarray) -> tuple[float, float]:

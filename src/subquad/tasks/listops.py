@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from subquad.core.options import option
+from subquad.data.datasets import Examples, generated_splits
+from subquad.data.files import Source, read_lines
 from subquad.tasks.base import Example, Splits, Task
-from subquad.tasks.datasets import Examples, Made
-from subquad.tasks.files import Source, read_lines
 from subquad.tasks.recipe import Recipe
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -76,7 +76,7 @@ class ListOps(Task):
                 f"{r.min_length + 1} to {r.max_length - 1} tokens, and length={r.length} is the longest that fits"
             )
         sizes = (r.train_size or 96_000, r.eval_size or 2000, r.eval_size or 2000)
-        return Splits(*(Made(self.make, size, (self.seed, part)) for part, size in enumerate(sizes)))
+        return generated_splits(self.make, sizes, self.seed)
 
     def make(self, rng: np.random.Generator) -> Example:
         r, draw = self.recipe, random.Random(int(rng.integers(2**63)))  # scalar draws: far faster than numpy's

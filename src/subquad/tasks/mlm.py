@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -25,12 +25,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.core.options import option
-from subquad.tasks import subwords
-from subquad.tasks.base import IGNORED, Example, Splits, Task
-from subquad.tasks.corpus import Corpus, signature, tokenised
-from subquad.tasks.files import Source, decoded, members, read_lines
+from subquad.data import subwords
+from subquad.data.corpus import Corpus, signature, tokenised
+from subquad.data.datasets import split_90_5_5
+from subquad.data.files import Source, decoded, members, read_lines
+from subquad.data.subwords import SPECIALS, cached_tokenizer, framed
+from subquad.tasks.base import IGNORED, Example, Splits
 from subquad.tasks.recipe import Recipe
-from subquad.tasks.subwords import SPECIALS, cached_tokenizer, encode_all, framed
+from subquad.tasks.tokenized import TokenizedTask
 
 CHOSEN, HIDDEN, DRAWN = 0.15, 0.8, 0.1
 COPIES = 10  # different masks of a training example, as many as BERT made
@@ -50,7 +52,7 @@ class MlmRecipe(Recipe):
     subwords: int = option(4000, "tokens in the vocabulary", ge=256 + SPECIAL)
 
 
-class Mlm(Task):
+class Mlm(TokenizedTask):
     """Recipe `paper`: the pre-training of SBM-Transformer, table 7, column BERT: 4 layers of 512, 8 heads, hidden
     2048, length 512, batch 256, rate 1e-4, 50,265 tokens. It runs for 50 epochs of a corpus whose size is not given;
     50,000 steps here. Where blocks are normalised, the warm-up and the schedule are those of BERT.
@@ -91,12 +93,10 @@ class Mlm(Task):
         ),
     }  # fmt: skip
 
-    tokenizer: Tokenizer | None = None
-
     def load(self) -> Splits:
         r = self.recipe
         texts = read_wikitext(self.data) if r.path is None else [read_path(Path(r.path))]
-        if self.tokenizer is None:
+        if not self.has_tokenizer:
             self.tokenizer = cached_tokenizer(sample(texts[0].documents()), r.subwords, lowercase=True)
         parts = [(corpus, windows(corpus, r.length - 3)) for corpus in (text.tokens(self.tokenizer) for text in texts)]
         if r.path is not None:
@@ -114,7 +114,6 @@ class Mlm(Task):
         )
 
     def vocabulary(self) -> dict[str, Any]:
-        assert self.tokenizer is not None, "load or restore first"
         return {"vocab_size": self.tokenizer.get_vocab_size(), "type_vocab_size": 2, "pad_token_id": 0}
 
     def baselines(self) -> dict[str, float]:
@@ -127,8 +126,7 @@ class Mlm(Task):
 
     def encode(self, text: str) -> Example:
         """A text with [MASK] in it, which `answer` then fills."""
-        assert self.tokenizer is not None, "load or restore first"
-        example = framed(encode_all(self.tokenizer, [text])[0])
+        example = framed(self.ids(text))
         self.asked = example["input_ids"]  # (n,)
         if MASKED not in self.asked:
             raise ValueError(f"{self.name}: the text has no {subwords.MASK} to be filled: {text[:60]!r}")
@@ -138,17 +136,6 @@ class Mlm(Task):
         """The text that was encoded last, its masks filled with the likeliest tokens, logits (n, V)."""
         likeliest = SPECIAL + logits[:, SPECIAL:].argmax(-1)
         return self.decode(torch.where(self.asked == MASKED, likeliest, self.asked).tolist())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        assert self.tokenizer is not None, "load or restore first"
-        return subwords.text_of(self.tokenizer, ids)
-
-    def save(self, folder: Path) -> None:
-        assert self.tokenizer is not None, "load first"
-        subwords.save(self.tokenizer, folder)
-
-    def restore(self, folder: Path) -> None:
-        self.tokenizer = subwords.load(folder)
 
 
 class Masked(Dataset):
@@ -202,10 +189,10 @@ def windows(corpus: Corpus, room: int) -> np.ndarray:
 
 def cut(corpus: Corpus, places: np.ndarray, path: str) -> list[tuple[Corpus, np.ndarray]]:
     """90 % of the examples to train, 5 % to validate, 5 % to test, in this order."""
-    a, b = len(places) * 90 // 100, len(places) * 95 // 100
-    if not 0 < a < b < len(places):
+    parts = split_90_5_5(places)
+    if not all(map(len, parts)):
         raise ValueError(f"mlm: {path} gives {len(places)} examples, too few to be split into 90/5/5 %")
-    return [(corpus, places[:a]), (corpus, places[a:b]), (corpus, places[b:])]
+    return [(corpus, part) for part in parts]
 
 
 # ---- texts ----------------------------------------------------------------------------------------------------

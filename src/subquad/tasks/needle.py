@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from subquad.core.options import option
+from subquad.data.datasets import generated_splits
 from subquad.tasks.base import IGNORED, Example, Splits, Task
-from subquad.tasks.datasets import Made
 from subquad.tasks.recipe import Recipe
 
 HAY = 16  # different hay tokens; 0 is padding
@@ -56,7 +56,7 @@ class Needle(Task):
                 f"{r.keys} facts × {r.repeats} and {r.questions} questions"
             )
         sizes = (r.train_size or r.steps * r.batch, r.eval_size or 500, r.eval_size or 500)
-        return Splits(*(Made(self.make, size, (self.seed, part)) for part, size in enumerate(sizes)))
+        return generated_splits(self.make, sizes, self.seed)
 
     def make(self, rng: np.random.Generator) -> Example:
         r = self.recipe

@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.core.options import option
+from subquad.data.datasets import Examples
+from subquad.data.files import Source, read_lines
 from subquad.tasks.base import Example, Splits, Task
 from subquad.tasks.contours import picture
-from subquad.tasks.datasets import Examples
-from subquad.tasks.files import Source, read_lines
 from subquad.tasks.recipe import Recipe
 
 SOURCE = Source(
@@ -81,7 +81,7 @@ class Pathfinder(Task):
             return self._read()
         picture(np.random.default_rng(self.seed), r.size, r.contour, r.distractors, False)  # does it fit?
         sizes = (r.train_size or 160_000, r.eval_size or 20_000, r.eval_size or 20_000)
-        return Splits(*(Drawn(r, size, (self.seed, part)) for part, size in enumerate(sizes)))
+        return Splits(*(GeneratedPictures(r, size, (self.seed, part)) for part, size in enumerate(sizes)))
 
     def _read(self) -> Splits:
         r = self.recipe
@@ -105,7 +105,7 @@ class Pathfinder(Task):
         return CLASSES[int(logits.argmax(-1))]
 
 
-class Drawn(Dataset):
+class GeneratedPictures(Dataset):
     """Pictures drawn when first asked for, number i from its own seed: even ones not joined, odd ones joined."""
 
     def __init__(self, recipe: PathfinderRecipe, size: int, seed: tuple[int, ...]) -> None:

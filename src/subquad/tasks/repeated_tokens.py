@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from subquad.data.datasets import generated_splits
 from subquad.tasks.base import Example, Splits, Task
-from subquad.tasks.datasets import Made
 from subquad.tasks.recipe import Recipe
 
 
@@ -37,7 +37,7 @@ class RepeatedTokens(Task):
     def load(self) -> Splits:
         r = self.recipe
         sizes = (r.train_size or r.steps * r.batch, r.eval_size or 1024, r.eval_size or 1024)
-        return Splits(*(Made(self.make, size, (self.seed, part)) for part, size in enumerate(sizes)))
+        return generated_splits(self.make, sizes, self.seed)
 
     def make(self, rng: np.random.Generator) -> Example:
         ids = rng.integers(self.recipe.length, size=self.recipe.length)

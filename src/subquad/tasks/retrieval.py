@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.core.options import option
+from subquad.data.files import Source, members, opened
 from subquad.tasks.base import Example, Splits, Task, collate
-from subquad.tasks.files import Source, members, opened
 from subquad.tasks.recipe import Recipe
 
 SOURCES = {

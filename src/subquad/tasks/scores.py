@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
+from subquad.data.datasets import IGNORED
 
 
 def predictions(logits: Tensor, labels: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from subquad.core.options import option
+from subquad.data.datasets import Examples, with_validation
+from subquad.data.files import Source, members
 from subquad.tasks.base import Example, Splits, Task
-from subquad.tasks.datasets import Examples, divided
-from subquad.tasks.files import Source, members
 from subquad.tasks.recipe import Recipe
 
 IMDB = Source(
@@ -68,7 +68,8 @@ class Text(Task):
             part, kind, number = match.groups()
             found.setdefault((part, kind), []).append((number, self.ids(content)))
         train, test = (self._examples(path, found, part) for part in ("train", "test"))
-        return divided(train, test, self.recipe.valid, self.recipe, self.seed)
+        r = self.recipe
+        return with_validation(train, test, r.valid, self.seed, train_size=r.train_size, eval_size=r.eval_size)
 
     def _examples(self, path: Any, found: dict, part: str) -> Examples:
         ids: list[np.ndarray] = []

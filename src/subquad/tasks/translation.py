@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from subquad.core.options import option
-from subquad.tasks import subwords
-from subquad.tasks.base import Example, Splits, Task
-from subquad.tasks.datasets import Examples
-from subquad.tasks.files import Source, member, read_lines
+from subquad.data import subwords
+from subquad.data.datasets import Examples
+from subquad.data.files import Source, member, read_lines
+from subquad.tasks.base import Example, Splits
 from subquad.tasks.recipe import Recipe
+from subquad.tasks.tokenized import TokenizedTask
 
 SPECIALS = PAD, START, END = ("[PAD]", "<s>", "</s>")  # ids 0, 1, 2
 
@@ -75,7 +75,7 @@ class TranslationRecipe(Recipe):
     penalty: float = option(1.0, "length penalty of the search")
 
 
-class Translation(Task):
+class Translation(TokenizedTask):
     title = "translate sentences (Multi30k, WMT, IWSLT or your own parallel files)"
     paper = "Yun et al. 2020, section 5 and appendix G.3"
     head = "seq2seq"
@@ -93,8 +93,6 @@ class Translation(Task):
             subwords=32_000,
         ),
     }  # fmt: skip
-
-    tokenizer: Tokenizer | None = None
 
     def load(self) -> Splits:
         r, corpus = self.recipe, CORPORA[self.recipe.source]
@@ -123,7 +121,6 @@ class Translation(Task):
         return sides
 
     def _examples(self, part: Sequence[Sequence[str]], *, cut: bool) -> Pairs:
-        assert self.tokenizer is not None
         length = self.recipe.length
         pairs = zip(*(subwords.encode_all(self.tokenizer, side) for side in part), strict=True)
         kept = [
@@ -136,7 +133,6 @@ class Translation(Task):
         return Pairs(kept, list(part[1]) if cut else [])
 
     def vocabulary(self) -> dict[str, Any]:
-        assert self.tokenizer is not None, "load or restore first"
         size = self.tokenizer.get_vocab_size()
         return {
             "vocab_size": size,
@@ -165,7 +161,6 @@ class Translation(Task):
     def translate(self, model: Any, sources: Sequence[Tensor], batch: int = 32) -> list[str]:
         """Beam search; sentences of like length go together, the order is kept."""
         r, tokenizer = self.recipe, self.tokenizer
-        assert tokenizer is not None
         model.eval()
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
         texts: dict[int, str] = {}
@@ -181,20 +176,10 @@ class Translation(Task):
         return [texts[i] for i in range(len(sources))]
 
     def encode(self, text: str) -> Example:
-        assert self.tokenizer is not None
-        return {
-            "input_ids": torch.tensor([*subwords.encode_all(self.tokenizer, [text])[0][: self.recipe.length - 1], 2])
-        }
+        return {"input_ids": torch.tensor([*self.ids(text)[: self.recipe.length - 1], 2])}
 
     def reply(self, model: Any, text: str) -> str:
         return self.translate(model, [self.encode(text)["input_ids"]])[0]
-
-    def save(self, folder: Path) -> None:
-        assert self.tokenizer is not None
-        subwords.save(self.tokenizer, folder)
-
-    def restore(self, folder: Path) -> None:
-        self.tokenizer = subwords.load(folder)
 
 
 class Pairs(Examples):

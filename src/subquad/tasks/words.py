@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from subquad.core.options import option
+from subquad.data.datasets import split_90_5_5
+from subquad.data.files import Source, decoded, members, read_lines
 from subquad.tasks.base import Example
-from subquad.tasks.files import Source, decoded, members, read_lines
 from subquad.tasks.language import Language, LanguageRecipe, Texts
 
 UNKNOWN, END = "<unk>", "<eos>"
@@ -149,7 +150,7 @@ def read_corpus(source: str, data: Path | None) -> list[Lines]:
 def read_file(path: Path) -> list[Sequence[list[str]]]:
     """Any text file, split by lines."""
     lines = [[*line.split(), END] for _, line in read_lines(path)]
-    a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
-    if not 0 < a < b:
+    parts = split_90_5_5(lines)
+    if not all(parts):
         raise ValueError(f"{path} has {len(lines)} lines, too few to be split into 90/5/5 % by lines")
-    return [lines[:a], lines[a:b], lines[b:]]
+    return list(parts)

@@ -23,7 +23,7 @@ import torch
 from subquad.attention.base import Attention
 from subquad.attention.full import Full
 from subquad.attention.patterns import PatternAttention, as_masks
-from subquad.bench import for_length
+from subquad.attention.registry import for_length
 from subquad.kernels.edges import EdgeList
 from subquad.probability import ProbabilityMap
 from subquad.supports.patterns import Pattern

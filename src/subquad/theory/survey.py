@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from subquad.attention.registry import available, mechanism
-from subquad.bench import for_length
+from subquad.attention.registry import available, for_length, mechanism
 from subquad.core.options import fields
 from subquad.supports.patterns import Pattern
 from subquad.theory.assumptions import Verdict, check

@@ -10,8 +10,8 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from subquad.cli.console import err
 from subquad.core import memory
+from subquad.core.console import err
 from subquad.training import log
 
 UNTOLD = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")  # transformers' times

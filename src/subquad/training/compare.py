@@ -1,7 +1,7 @@
 """Comparisons: the same task, the same budget, different attention.
 
 Every run is a process of its own (its memory is its own, and a crash takes nothing with it) in a folder of its own;
-finished ones are kept, interrupted ones resumed. `comparison.json` holds the table, `report.html` shows it.
+finished ones are kept, interrupted ones resumed. `comparison.json` has the table.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from subquad.core.files import write_atomically
 from subquad.core.options import split_spec
 from subquad.tasks import task as make_task
-from subquad.training import log
+from subquad.tasks.guessing import guess
+from subquad.training import log, speed
 from subquad.training.run import Run, check_attention, make_arguments, slug, versions, was
 from subquad.training.run import clear as clear_run
-
-SUITES = {"lra": ("listops", "text", "retrieval", "image", "pathfinder")}
 
 
 @dataclass
 class Comparison:
-    """What is compared; `attentions` are specs, each perhaps several for layers in turn, with | between."""
+    """What is compared; `attentions` are specs, each perhaps several separated by |, which the layers take in turn."""
 
     task: str
     attentions: list[str]
@@ -39,6 +38,8 @@ class Comparison:
     seeds: int = 1
     data: Path | None = None
     command: list[str] = field(default_factory=lambda: sys.argv)
+    guessing: dict[str, float] | None = None  # the score of guessing and its standard error, from `check`
+    timing: dict[str, Any] | None = None  # what `speed.relative_costs` found
 
     def described(self) -> dict[str, Any]:
         settings = make_task(self.task, self.recipe, self.settings).recipe.asdict()
@@ -48,31 +49,15 @@ class Comparison:
         return self.out / slug(attention) / f"seed{seed}"
 
 
-def split_list(text: str) -> list[str]:
-    """`full,combiner-fixed:span=64,abstraction=mean,sbm` → three specs: option=value belongs to the spec before it."""
-    specs: list[str] = []
-    for piece in (piece.strip() for piece in text.split(",")):
-        if specs and "=" in piece and ":" not in piece:
-            specs[-1] += f",{piece}"
-        elif piece:
-            specs.append(piece)
-    doubles = {spec for spec in specs if specs.count(spec) > 1}
-    if not specs or doubles:
-        raise ValueError(
-            f"--attention {'is empty' if not specs else f'names {doubles.pop()} twice'}: give specs with , between"
-        )
-    return specs
-
-
 def check(comparison: Comparison) -> None:
     """What cannot work is refused before anything is trained or deleted: every attention is made once in small, the
-    data are read.
+    data are read, and the score of guessing is taken from them.
     """
     task = make_task(comparison.task, comparison.recipe, comparison.settings, comparison.data)
     for attention in comparison.attentions:
         check_attention(task, attention.split("|"))
         make_arguments(Run(task, attention.split("|"), comparison.out))
-    task.load()
+    comparison.guessing = asdict(guess(task, task.load()))
 
 
 def prepare(comparison: Comparison, *, overwrite: bool) -> None:
@@ -91,8 +76,8 @@ def prepare(comparison: Comparison, *, overwrite: bool) -> None:
         for key in flat[1]:
             if flat[0][key] != flat[1][key]:
                 raise ValueError(
-                    f"{comparison.out} holds a comparison with {key}={flat[0][key]!r}, not {flat[1][key]!r}: "
-                    "--overwrite deletes it, --out names another folder"
+                    f"{comparison.out} already contains a comparison with {key}={flat[0][key]!r}, not "
+                    f"{flat[1][key]!r}: use --overwrite to delete it, or another --out"
                 )
     comparison.out.mkdir(parents=True, exist_ok=True)
     write(comparison)
@@ -120,7 +105,32 @@ def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: N
         if code and not reason.exists():  # killed, out of memory: it could not say why
             reason.write_text(f"ended with exit code {code}")
         write(comparison)
+    write(comparison)
+    comparison.timing = measure_timing(comparison, tell)
     return write(comparison)
+
+
+def measure_timing(comparison: Comparison, tell: Callable[[str], None]) -> dict[str, Any] | None:
+    """Relative cost of the finished attentions, unless it is known already from a quiet machine."""
+    found, known = rows(comparison), known_timing(comparison)
+    folders = dict(speed.finished_runs(found))
+    if len(folders) < 2 or found[0]["reference"] not in folders:
+        return known
+    if known is not None and known["busy"] is None and set(folders) <= set(known["costs"]):
+        return known
+    try:
+        return speed.relative_costs(folders, found[0]["reference"], comparison.data, tell)
+    except Exception as error:  # hours of training must not be lost to a measurement
+        reason = f"relative cost could not be measured: {' '.join(str(error).split()) or type(error).__name__}"
+        return {"reference": found[0]["reference"], "costs": {}, "busy": reason}
+
+
+def known_timing(comparison: Comparison) -> dict[str, Any] | None:
+    """What was measured in this process, or before it."""
+    path = comparison.out / "comparison.json"
+    if comparison.timing is None and path.exists():
+        comparison.timing = log.read_json(path).get("timing")
+    return comparison.timing
 
 
 def pending(comparison: Comparison) -> Iterator[tuple[str, int]]:
@@ -155,6 +165,7 @@ def write(comparison: Comparison) -> dict[str, Any]:
     """comparison.json as the runs stand now."""
     about: dict[str, Any] = {"command": shlex.join(comparison.command), "versions": versions()}
     about["data"] = None if comparison.data is None else str(comparison.data)
+    about |= {"guessing": comparison.guessing, "timing": known_timing(comparison)}
     whole = {**comparison.described(), **about, "seeds": comparison.seeds, "rows": rows(comparison)}
     write_atomically(comparison.out / "comparison.json", json.dumps(whole, indent=1))
     return whole
@@ -165,10 +176,16 @@ def rows(comparison: Comparison) -> list[dict[str, Any]]:
     found = [row(comparison, attention) for attention in comparison.attentions]
     names = [split_spec(each["attention"])[0] for each in found]
     reference = found[names.index("full")] if "full" in names else found[0]
+    timing = known_timing(comparison) or {}
+    measured = timing.get("costs", {}) if timing.get("reference") == reference["attention"] else {}
     for each in found:
         each["reference"] = reference["attention"]  # what relative times are relative to
         times = each["step_seconds"], reference["step_seconds"]
         each["relative_time"] = None if None in times else times[0] / times[1]
+        each["relative_quartiles"] = None  # None: the time is that of training runs minutes apart
+        if each["attention"] in measured and each["mean"] is not None:
+            each["relative_quartiles"] = measured[each["attention"]]["ratio"]
+            each["relative_time"] = each["relative_quartiles"][1]
     return found
 
 
@@ -177,11 +194,12 @@ def row(comparison: Comparison, attention: str) -> dict[str, Any]:
     results = [log.read_json(folder / "result.json") for folder in folders if (folder / "result.json").exists()]
     errors = [(folder / "error.txt").read_text() for folder in folders if (folder / "error.txt").exists()]
     base = {"attention": attention, "runs": [str(folder) for folder in folders], "error": errors[0] if errors else None}
-    empty = dict.fromkeys(("metric", "larger_is_better", "mean", "sd", "step_seconds", "memory", "parameters",
-                           "connections", "density"))  # fmt: skip
+    empty = dict.fromkeys(("metric", "larger_is_better", "mean", "sd", "step_seconds", "step_quartiles",
+                           "total_seconds", "memory", "parameters", "connections", "density"))  # fmt: skip
     if not results:
         return {**base, **empty, "scores": []}
     metric = results[0]["metric"]
+    logs = [log.read(folder) for folder in folders if (folder / "result.json").exists()]
     scores = [result["test"][metric] for result in results]
     return {
         **base,
@@ -191,6 +209,7 @@ def row(comparison: Comparison, attention: str) -> dict[str, Any]:
         "mean": statistics.mean(scores),
         "sd": statistics.stdev(scores) if len(scores) > 1 else None,
         "step_seconds": statistics.median(result["step_seconds"] for result in results),
+        **speed.training_times(logs),
         "memory": max(result["memory"] for result in results),
         "parameters": results[0]["parameters"],
         "connections": statistics.mean(result["connections"] for result in results),

@@ -33,8 +33,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerState, TrainingA
 from transformers.integrations import TensorBoardCallback
 
 import subquad
-from subquad.cli.console import err
 from subquad.core import memory
+from subquad.core.console import err
 from subquad.core.files import write_atomically
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks.base import Task

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch import Tensor
 
 from subquad.core.files import write_atomically
-from subquad.tasks.cache import cache_directory
+from subquad.data.cache import cache_directory, check_owner
 
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # their ids are 0 … 4
 FILE = "tokenizer.json"
@@ -61,6 +61,7 @@ def cached_tokenizer(
         digest.update(line.encode() + b"\n")
     folder = cache_directory() / f"tokenizer-{digest.hexdigest()[:16]}"
     if (folder / FILE).exists():
+        check_owner(folder / FILE)
         return load(folder)
     tokenizer = train_tokenizer(lines, size, specials, lowercase=lowercase)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
 from markupsafe import Markup
 
+from subquad.reports.charts import Line, line_chart
 from subquad.training import log
-from subquad.training.charts import Line, line_chart
+from subquad.training.speed import seconds_at
 
 Record = dict[str, Any]
 Track = dict[int, tuple[float, float]]  # step → (x, y) of one seed
@@ -42,16 +42,6 @@ def _read(run: Path) -> list[Record]:
 
 
 # ---- one seed ----------------------------------------------------------------------------------------------
-
-
-def seconds_at(records: Sequence[Record]) -> Callable[[int], float]:
-    """step → seconds of training until then: each record holds the mean time of the steps since the one before."""
-    steps, seconds = [0], [0.0]
-    for record in records:
-        if "step_seconds" in record:
-            seconds.append(seconds[-1] + record["step_seconds"] * (record["step"] - steps[-1]))
-            steps.append(record["step"])
-    return lambda step: float(np.interp(step, steps, seconds))
 
 
 def loss_track(records: Sequence[Record]) -> Track:

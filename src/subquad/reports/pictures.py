@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.bench import for_length
+from subquad.attention.registry import for_length
 from subquad.layers import Projections
 from subquad.models.blocks import SelfAttention, Turned
 from subquad.plots import cells, panels, shades
+from subquad.training.quiet import quiet
 from subquad.training.use import load
 
 PICTURE = 64  # tokens in the picture of a mechanism, more where its spans are longer than that
@@ -69,6 +70,7 @@ def trained_weights(model_folder: Path, input_ids: Tensor) -> list[tuple[Tensor,
     input_ids (n,) → for each layer its effective weights, mean over the heads, (n, n), and their kind, (n, n): 1 =
     direct, 2 = through a summary. None for a mechanism without weights over tokens (Composite Slice).
     """
+    quiet()
     model, _ = load(model_folder)
     calls: list[tuple[SelfAttention, tuple[Any, ...]]] = []
     hooks = [
@@ -105,12 +107,14 @@ def weight_pictures(model_folder: Path, input_ids: Tensor) -> list[dict[str, str
         if layer is not None:
             weights, kind = layer
             top = float(weights.max()) or 1.0
-            found.append({"caption": f"layer {i}, up to {top:.2g}", "uri": data_uri(shades(weights, kind, top))})
+            caption = f"layer {i}, n = {len(weights)}, up to {top:.2g}"
+            found.append({"caption": caption, "uri": data_uri(shades(weights, kind, top))})
     return found
 
 
 def example_of(model_folder: Path, data: Path | None) -> Tensor:
     """The first test example of the task that a model was trained for, cut to EXAMPLE tokens: (n,)."""
+    quiet()
     _, task = load(model_folder, data)
     ids = torch.as_tensor(task.load().test[0]["input_ids"])
     ids = ids if ids.dim() == 1 else ids[0]  # a task with two texts: the first

@@ -1,15 +1,27 @@
-"""The datasets that tasks hand out: examples in memory, examples made on demand, windows over one long text."""
+"""The datasets that tasks hand out: examples in memory, generated examples, windows over one long text; and splits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from subquad.tasks.base import IGNORED, Example, Splits
-from subquad.tasks.recipe import Recipe
+Example = dict[str, Tensor]  # input_ids (n,), labels (n,) or (), perhaps token_type_ids (n,)
+IGNORED = -100  # the label of a token that is not predicted
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Three map-style datasets of examples. Checkpoints are chosen on `valid`; `test` is read once, at the end."""
+
+    train: Dataset
+    valid: Dataset
+    test: Dataset
 
 
 class Examples(Dataset):
@@ -28,8 +40,8 @@ class Examples(Dataset):
         return {"input_ids": ids, "labels": torch.as_tensor(self.labels[index])}
 
 
-class Made(Dataset):
-    """Examples made on demand: number i of a split is drawn from its own seed, so order and restarts do not matter."""
+class GeneratedDataset(Dataset):
+    """Examples generated on demand: number i has its own seed, so order and restarts do not matter."""
 
     def __init__(self, make: Callable[[np.random.Generator], Example], size: int, seed: tuple[int, ...]) -> None:
         self.make, self.size, self.seed = make, size, seed
@@ -73,18 +85,35 @@ class Windows(Dataset):
         return {"input_ids": ids, "labels": labels}
 
 
-def divided(train: Dataset, test: Dataset, valid: int, recipe: Recipe, seed: int) -> Splits:
+def generated_splits(make: Callable[[np.random.Generator], Example], sizes: tuple[int, int, int], seed: int) -> Splits:
+    """Training, validation and test examples of a generated task, each part from its own seeds."""
+    return Splits(*(GeneratedDataset(make, size, (seed, part)) for part, size in enumerate(sizes)))
+
+
+def with_validation(
+    train: Dataset, test: Dataset, valid: int, seed: int, *, train_size: int | None, eval_size: int | None
+) -> Splits:
     """Splits of a labelled data set that has no validation part: `valid` training examples, drawn by seed, become one.
 
-    `train_size` and `eval_size` of the recipe take a part of each, drawn too: files are often sorted by class.
+    `train_size` and `eval_size` take a part of each, drawn too: files are often sorted by class.
     """
     rng = np.random.default_rng(seed)
     order, tests = rng.permutation(len(train)).tolist(), rng.permutation(len(test)).tolist()  # type: ignore[arg-type]
     if valid >= len(order):
         raise ValueError(f"valid must be less than the {len(order)} training examples, not {valid}")
-    parts = (("train_size", order[valid:]), ("eval_size", order[:valid]), ("eval_size", tests))
-    for key, part in parts:
-        if (getattr(recipe, key) or 0) > len(part):
-            raise ValueError(f"{key} must be at most {len(part)}, what the data has, not {getattr(recipe, key)}")
-    indices = [part[: getattr(recipe, key)] for key, part in parts]
-    return Splits(Subset(train, indices[0]), Subset(train, indices[1]), Subset(test, indices[2]))
+    parts = (
+        ("train_size", train_size, order[valid:]),
+        ("eval_size", eval_size, order[:valid]),
+        ("eval_size", eval_size, tests),
+    )
+    for key, size, part in parts:
+        if (size or 0) > len(part):
+            raise ValueError(f"{key} must be at most {len(part)}, the number of examples there are, not {size}")
+    chosen = [part[:size] for _, size, part in parts]
+    return Splits(Subset(train, chosen[0]), Subset(train, chosen[1]), Subset(test, chosen[2]))
+
+
+def split_90_5_5(items: Any) -> tuple[Any, Any, Any]:
+    """90 % to train, 5 % to validate, 5 % to test, in this order, of anything that can be sliced."""
+    a, b = len(items) * 90 // 100, len(items) * 95 // 100
+    return items[:a], items[a:b], items[b:]

@@ -15,7 +15,8 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT = 440, 280  # of a chart, in units of its own; the page scales it
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 42
-BAR = 40  # height of a bar with its name
+BAR, TEXT = 26, 14  # height of a bar without its name, and of a line of text
+NAME, LABEL = 62, 26  # letters that fit in a line above a bar, and beside a dot
 PLACES = ((10, 4, "start"), (-10, 4, "end"), (0, -11, "middle"), (0, 20, "middle"), (8, 18, "start"), (8, -9, "start"),
           (-8, 18, "end"), (-8, -9, "end"))  # of a name beside its dot, the best first  # fmt: skip
 WIDE_RANGE = 50  # largest / smallest from which an axis is logarithmic
@@ -211,17 +212,23 @@ def scatter_chart(
 
 
 def _label(name: str, x: float, y: float, taken: list[Box], ground: float) -> Markup:
-    """The name beside its point, where it covers nothing; without such a place none (hovering tells)."""
-    text = shortened(name, 26)
-    long = 8.0 * len(text)  # as wide as it may get in a narrow window
+    """The name beside its point, where it covers nothing; without such a place none (the legend and hovering tell)."""
+    lines = folded(name, LABEL)
+    long = 8.0 * max(map(len, lines))  # as wide as it may get in a narrow window
     for dx, dy, anchor in PLACES:
         left = x + dx - {"start": 0, "end": long, "middle": long / 2}[anchor]
-        box = (left, y + dy - 11, left + long, y + dy + 3)
+        rise = TEXT * (len(lines) - 1) if dy < 0 else 0  # a name above its point grows upwards
+        box = (left, y + dy - 11 - rise, left + long, y + dy + 3 - rise + TEXT * (len(lines) - 1))
         inside = box[0] >= LEFT and box[2] <= WIDTH and box[1] >= 0 and box[3] <= ground
         if inside and not any(_overlap(box, other) for other in taken):
             taken.append(box)
-            return _text(x + dx, y + dy, text, anchor, "label")
+            return _lines(x + dx, y + dy - rise, lines, anchor)
     return Markup("")
+
+
+def _lines(x: float, y: float, lines: Sequence[str], anchor: str) -> Markup:
+    """Text in several lines, the first at y."""
+    return Markup("").join(_text(x, y + TEXT * i, line, anchor, "label") for i, line in enumerate(lines))
 
 
 def _overlap(a: Box, b: Box) -> bool:
@@ -234,32 +241,48 @@ def _overlap(a: Box, b: Box) -> bool:
 def bar_chart(bars: Sequence[Bar], *, label: str, marked: float | None = None) -> Markup:
     """Horizontal bars from 0, each under its name; a vertical line at `marked`."""
     top = max([bar.value for bar in bars] + ([] if marked is None else [marked])) or 1.0
-    room, height = WIDTH - 96, BAR * len(bars)  # the number stands behind the longest bar
-    parts = [] if marked is None else [_upright(room * marked / top, 0, height, "mark")]
-    for i, bar in enumerate(bars):
-        y, long = i * BAR, max(room * bar.value / top, 1.5)
+    room, y = WIDTH - 96.0, 0.0  # the number stands behind the longest bar
+    parts = []
+    for bar in bars:
+        lines, long = folded(bar.name, NAME), max(room * bar.value / top, 1.5)
+        under = y + TEXT * len(lines)
         drawn = [
             element("title", f"{bar.name}: {bar.text}"),
-            _text(0, y + 13, shortened(bar.name, 50), "start", "label"),
-            element("rect", x=0, y=y + 19, width=float(long), height=13, rx=2),
-            _text(long + 8, y + 30, bar.text, "start"),
+            _lines(0, y + 13, lines, "start"),
+            element("rect", x=0, y=under + 5, width=float(long), height=13, rx=2),
+            _text(long + 8, under + 16, bar.text, "start"),
         ]
         parts.append(element("g", *drawn, class_=f"bar k{bar.colour}"))
-    return _svg(label, parts, height)
+        y = under + BAR
+    mark = [] if marked is None else [_upright(room * marked / top, 0, y, "mark")]
+    return _svg(label, [*mark, *parts], y)
 
 
 # ---- names -------------------------------------------------------------------------------------------------
 
 
-def shortened(name: str, most: int) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
+def pieces(spec: str) -> list[str]:
+    """A spec cut where a line may end: after : , |."""
+    return [piece for piece in re.findall(r"[^:,|]*[:,|]?", spec) if piece]
+
+
+def folded(spec: str, most: int) -> list[str]:
+    """A spec in lines of at most `most` letters, whole: broken after : , | where possible."""
+    lines = [""]
+    for piece in pieces(spec):
+        if lines[-1] and len(lines[-1]) + len(piece) > most:
+            lines.append("")
+        lines[-1] += piece
+        while len(lines[-1]) > most:
+            lines[-1:] = [lines[-1][:most], lines[-1][most:]]
+    return lines
 
 
 def breakable(spec: str) -> Markup:
     """A spec that a line may end in after : , | but not within a name or an option, unless these are very long."""
-    pieces = [piece for piece in re.findall(r"[^:,|]*[:,|]?", spec) if piece]
     return Markup("<wbr>").join(
-        element("span", piece, class_="whole") if len(piece) <= 28 else Markup("{}").format(piece) for piece in pieces
+        element("span", piece, class_="whole") if len(piece) <= 28 else Markup("{}").format(piece)
+        for piece in pieces(spec)
     )
 
 

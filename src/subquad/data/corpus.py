@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from subquad.tasks.cache import cache_directory
-from subquad.tasks.subwords import encode_all
+from subquad.data.cache import cache_directory, check_owner
+from subquad.data.subwords import encode_all
 
 BATCH = 1 << 20  # characters that are encoded at a time
 
@@ -58,9 +58,10 @@ def tokenised(
             raise
         except OSError as error:
             if not target.exists():  # else another process was faster
-                raise OSError(f"{target} cannot be written ({error}); SUBQUAD_CACHE names another place") from error
+                raise OSError(f"{target} cannot be written ({error}); set SUBQUAD_CACHE to another folder") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
+    check_owner(target)
     kind = _kind(tokenizer)
     size = (target / "tokens").stat().st_size
     tokens = np.memmap(target / "tokens", kind, "r") if size else np.zeros(0, kind)

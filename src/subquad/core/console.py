@@ -1,4 +1,7 @@
-"""Where commands print: results to stdout, progress and errors to stderr."""
+"""Where commands print: results to stdout, progress and errors to stderr.
+
+Texts are printed as they are: a path such as z[/b] is no markup.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ WIDE = 120  # columns of a table that goes to a file or a pipe
 def out() -> Console:
     """The console for results; made anew, so that a redirected stdout is honoured."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=WIDE if piped else None, highlight=False)
+    return Console(width=WIDE if piped else None, highlight=False, markup=False, emoji=False)
 
 
 def err() -> Console:
     """The console for progress and errors."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def complain(message: str) -> int:

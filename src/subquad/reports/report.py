@@ -19,9 +19,9 @@ import jinja2
 from subquad.core.files import write_atomically
 from subquad.core.options import fields
 from subquad.plots import COLOURS, KINDS, LINES, rgb
-from subquad.tasks import task_class
-from subquad.training import charts, curves, findings, pictures
-from subquad.training.findings import Row
+from subquad.reports import charts, curves, findings, pictures
+from subquad.reports.findings import Row
+from subquad.tasks import describe, task_class
 
 TEMPLATE = "report_template.html"
 
@@ -34,7 +34,8 @@ def write_report(path: Path, comparison: dict[str, Any], *, title: str) -> Path:
 
 def render(comparison: dict[str, Any], *, title: str) -> str:
     rows = [{**row, "colour": i} for i, row in enumerate(comparison["rows"])]
-    found = findings.find(rows)
+    busy = findings.untrusted(comparison)
+    found = findings.find(rows, comparison.get("guessing"), busy=busy)
     metric = found.metric if found else attempt(lambda: task_class(comparison["task"]).metric, "metric")[0]
     histories = curves.read_histories(rows)
     page = {
@@ -43,11 +44,14 @@ def render(comparison: dict[str, Any], *, title: str) -> str:
         "facts": facts(comparison, rows),
         "headline": findings.headline(found),
         "cards": findings.cards(rows, found),
-        "caution": findings.caution(rows),
+        "caution": findings.caution(rows, busy),
+        "about": about(comparison, found),
+        "guessing": comparison.get("guessing") and findings.number(comparison["guessing"]["score"]),
         "legend": charts.legend([(one.name, one.colour) for one in histories if one.seeds]),
-        "columns": columns(rows, metric),
+        "columns": columns(rows, metric, found, busy=busy is not None),
+        "names": charts.legend([(row["attention"], row["colour"]) for row in findings.finished(rows)]),
         "rows": rows,
-        "costs": costs(rows, metric),
+        "costs": costs(rows, metric, busy=busy is not None),
         "curves": curves.draw_curves(histories, metric),
         "densities": densities(rows, histories),
         "attentions": attentions(comparison, rows),
@@ -56,6 +60,7 @@ def render(comparison: dict[str, Any], *, title: str) -> str:
         "colours": palette(len(rows)),
         "larger": found.larger if found else None,
         "reference": findings.reference(rows)["attention"] if rows else "–",
+        "busy": busy,
     }
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -71,6 +76,20 @@ def facts(comparison: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     found = [f"recipe {comparison['recipe']}"]
     found += [f"{key} {known[key]:,}" for key in ("length", "steps") if isinstance(known.get(key), int)]
     return [*found, f"{seeds} seed{'' if seeds == 1 else 's'}"]
+
+
+def about(comparison: dict[str, Any], found: findings.Findings | None) -> str:
+    """The task in one sentence, and what guessing scores."""
+    title, _ = attempt(lambda: describe(comparison["task"])["title"], "")
+    text = f"The task: {title.rstrip('.')}. " if title else ""
+    if found is not None and found.guessing is not None:
+        better = "above" if found.larger else "below"
+        chance = findings.number(found.guessing, found.best["mean"])
+        text += (
+            f"Guessing, the most frequent answer without a look at the input, has {found.metric} {chance}: "
+            f"only an attention that is clearly {better} it has learned something."
+        )
+    return text.strip()
 
 
 def palette(count: int) -> list[tuple[str, str]]:
@@ -107,39 +126,56 @@ class Column:
     cells: list[Cell]
 
 
-def columns(rows: Sequence[Row], metric: str) -> list[Column]:
-    """The table, column by column."""
-    larger = next((bool(row["larger_is_better"]) for row in findings.finished(rows)), True)
+def columns(rows: Sequence[Row], metric: str, found: findings.Findings | None, *, busy: bool = False) -> list[Column]:
+    """The table, column by column. Of the metric all that are level with the best are marked, if they beat guessing; of
+    the time none if times are not to be trusted.
+    """
+    sign = "≈" if busy else "×"
     made = [
-        column(rows, metric, "mean", findings.score, larger=larger),
-        column(rows, "time per step", "relative_time", lambda row: f"× {row['relative_time']:.2f}"),
+        column(rows, metric, "mean", findings.score, mark=False),
+        column(rows, "relative time", "relative_time", lambda row: f"{sign} {row['relative_time']:.2f}", mark=not busy),
+        column(rows, "training time", "total_seconds", lambda row: duration(row["total_seconds"]), mark=False),
         column(rows, "peak memory", "memory", lambda row: mebibytes(row["memory"])),
         column(rows, "parameters", "parameters", lambda row: f"{row['parameters']:,}"),
         column(rows, "connections", "connections", lambda row: f"{row['connections']:,.0f}"),
     ]
+    winners = [found.best, *found.level] if found is not None and found.beats_guessing else []
+    for row, cell in zip(rows, made[0].cells, strict=True):
+        cell.best = len(winners) < len(rows) and any(row is each for each in winners)
     slowest = max((cell.value for cell in made[1].cells if cell.value), default=1.0)
-    for row, score, time in zip(rows, made[0].cells, made[1].cells, strict=True):
+    for row, score, time, total in zip(rows, *(each.cells for each in made[:3]), strict=True):
         if len(row["scores"]) > 1:
             score.note = " · ".join(findings.number(value, row["mean"]) for value in row["scores"])
-        if row.get("step_seconds"):
-            time.note = milliseconds(row["step_seconds"])
+        if row.get("relative_quartiles"):
+            low, _, high = row["relative_quartiles"]
+            time.note = f"quartiles {low:.2f} to {high:.2f}"
+        if row.get("step_quartiles"):
+            low, _, high = (milliseconds(seconds) for seconds in row["step_quartiles"])
+            total.note = f"{low} to {high} a step"
         if time.value:
             time.bar = 100 * time.value / slowest
     return made
 
 
-def column(rows: Sequence[Row], title: str, key: str, show: Callable[[Row], str], *, larger: bool = False) -> Column:
-    """Cells of one number; the best ones are marked, unless most are. What looks equal is equal."""
+def column(rows: Sequence[Row], title: str, key: str, show: Callable[[Row], str], *, mark: bool = True) -> Column:
+    """Cells of one number; the smallest are marked, unless most are. What looks equal is equal."""
     cells = [Cell(row.get(key)) for row in rows]
     for cell, row in zip(cells, rows, strict=True):
         cell.text = cell.text if cell.value is None else show(row)
     known = [(cell.value, cell) for cell in cells if cell.value is not None and math.isfinite(cell.value)]
-    if known:
-        _, best = (max if larger else min)(known, key=lambda pair: pair[0])
-        marked = [cell for _, cell in known if cell.text.split(" ± ")[0] == best.text.split(" ± ")[0]]
+    if known and mark:
+        _, best = min(known, key=lambda pair: pair[0])
+        marked = [cell for _, cell in known if cell.text == best.text]
         for cell in marked if 2 * len(marked) <= len(known) else ():
             cell.best = True
     return Column(title, cells)
+
+
+def duration(seconds: float) -> str:
+    """8 s, 12 min, 3.5 h."""
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def milliseconds(seconds: float) -> str:
@@ -149,9 +185,10 @@ def milliseconds(seconds: float) -> str:
 # ---- charts ------------------------------------------------------------------------------------------------
 
 
-def costs(rows: Sequence[Row], metric: str) -> list[dict[str, Any]]:
+def costs(rows: Sequence[Row], metric: str, *, busy: bool = False) -> list[dict[str, Any]]:
     """The trade between metric and time; time and memory as bars. Only what is known is drawn."""
     timed = [row for row in rows if row.get("relative_time")]
+    doubt = "; not to be trusted, see above" if busy else ""
     dots = [
         charts.Dot(row["attention"], row["colour"], row["relative_time"], row["mean"], row["sd"])
         for row in findings.finished(timed)
@@ -166,13 +203,13 @@ def costs(rows: Sequence[Row], metric: str) -> list[dict[str, Any]]:
         if row.get("memory") is not None
     ]
     base = findings.reference(rows)["attention"] if rows else ""
-    tall = min(max(2 * charts.BAR * len(times) + 110, charts.HEIGHT), 560)  # beside the two bar charts
+    tall = min(max(2 * (charts.BAR + charts.TEXT) * len(times) + 110, charts.HEIGHT), 560)  # beside two bar charts
     trade = charts.scatter_chart(dots, x="time per step", y=metric, marked=1.0, height=tall) if dots else ""
     return [
-        {"title": f"{metric} against time", "note": f"time per step of {base} = 1", "chart": trade},
+        {"title": f"{metric} against time", "note": f"time per step of {base} = 1{doubt}", "chart": trade},
         {
             "title": "Time per step",
-            "note": f"{base} = 1",
+            "note": f"{base} = 1{doubt}",
             "chart": charts.bar_chart(times, label="time per step", marked=1.0) if times else "",
         },
         {

@@ -1,4 +1,8 @@
-"""What a comparison found, in words: who is best, who is fastest, what is the best trade."""
+"""What a comparison found, in words: who is best, who is fastest, what is the best trade, and how far to trust it.
+
+Nobody wins without beating guessing, and nobody wins alone whom the seeds cannot tell from another. Speed is a
+finding only where it was measured side by side on a quiet machine (`subquad.training.speed`).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from subquad.core.options import split_spec
-from subquad.training.charts import breakable, element
+from subquad.reports.charts import breakable, element
 
 CLOSE = 0.02  # a metric is close to the best within 2 % of it, or within the spread of the seeds
+ERRORS = 2  # standard errors of the test set within which scores are equal
 
 Row = dict[str, Any]  # of comparison.json, with "colour": its place on the page
 
@@ -22,24 +27,38 @@ class Findings(NamedTuple):
     metric: str
     larger: bool
     best: Row
-    fastest: Row | None  # None where no time is known
+    level: list[Row]  # those that cannot be told from the best
+    guessing: float | None  # the score of an answer that does not look at the input
+    beats_guessing: bool
+    fastest: Row | None  # None where no time can be trusted
     trade: Row | None  # the fastest of those close to the best
 
 
-def find(rows: Sequence[Row]) -> Findings | None:
-    """None where nothing has finished."""
+def find(rows: Sequence[Row], guessing: dict[str, float] | None = None, *, busy: str | None = None) -> Findings | None:
+    """None where nothing has finished. `busy` says why times are not to be trusted, if they are not."""
     done = finished(rows)
     if not done:
         return None
     larger = bool(done[0]["larger_is_better"])
     sign = -1 if larger else 1
+    error = guessing["error"] if guessing else 0.0
+    timed = [] if busy else [row for row in done if row.get("relative_time") and row.get("relative_quartiles")]
     best = min(
         done, key=lambda row: (sign * row["mean"], row.get("relative_time") or math.inf)
     )  # of equals the fastest
-    timed = [row for row in done if row.get("relative_time")]
-    fastest = min(timed, key=time_of, default=None)
     near = [row for row in timed if row is best or close(row, best)]
-    return Findings(done[0]["metric"], larger, best, fastest, min(near, key=time_of, default=None))
+    gain = None if guessing is None else sign * (guessing["score"] - best["mean"])
+    beats = gain is None or gain > max(ERRORS * error, best["sd"] or 0.0)
+    return Findings(
+        metric=done[0]["metric"],
+        larger=larger,
+        best=best,
+        level=[row for row in done if row is not best and tied(row, best, error)],
+        guessing=None if guessing is None else guessing["score"],
+        beats_guessing=beats,
+        fastest=min(timed, key=time_of, default=None),
+        trade=min(near, key=time_of, default=None) if beats else None,
+    )
 
 
 def finished(rows: Sequence[Row]) -> list[Row]:
@@ -64,9 +83,19 @@ def close(row: Row, best: Row) -> bool:
     return abs(row["mean"] - best["mean"]) <= max(CLOSE * abs(best["mean"]), spread(row, best))
 
 
-def rivals(rows: Sequence[Row], best: Row) -> list[Row]:
-    """Those that the seeds cannot tell from the best."""
-    return [row for row in finished(rows) if row is not best and abs(row["mean"] - best["mean"]) <= spread(row, best)]
+def tied(row: Row, best: Row, error: float) -> bool:
+    """Equal as far as can be told: the seeds overlap, or the difference is within the noise of seeds or test set."""
+    several = min(len(row["scores"]), len(best["scores"])) > 1
+    overlap = max(min(row["scores"]), min(best["scores"])) <= min(max(row["scores"]), max(best["scores"]))
+    return (several and overlap) or abs(row["mean"] - best["mean"]) <= max(spread(row, best), ERRORS * error)
+
+
+def untrusted(comparison: dict[str, Any]) -> str | None:
+    """Why the times of a comparison say nothing about speed; None if they do."""
+    timing = comparison.get("timing")
+    if timing is None:
+        return "the relative cost has not been measured side by side, only in training runs minutes apart"
+    return timing["busy"]
 
 
 # ---- words -------------------------------------------------------------------------------------------------
@@ -102,27 +131,54 @@ def pace(ratio: float) -> str:
 
 
 def headline(found: Findings | None) -> Markup:
-    """The finding in one sentence."""
+    """The finding in one or two sentences."""
     if found is None:
         return Markup("No run has finished yet.")
+    if not found.beats_guessing:
+        return Markup("No attention beats guessing, {} {}: this comparison has no winner.").format(
+            found.metric, number(found.guessing or 0.0)
+        )
+    if found.level:
+        who = names([found.best, *found.level])
+        start = Markup("{} are level: the best {} is {}, and the differences are within the noise").format(
+            who, found.metric, number(found.best["mean"])
+        )
+        return start + _speed_of_equals(found)
+    start = Markup("{} has the best {}, {}").format(name(found.best), found.metric, number(found.best["mean"]))
+    return start + _speed(found)
+
+
+def _speed_of_equals(found: Findings) -> Markup:
+    """Of those that are level, the fastest is what one wants to know."""
+    equals = [found.best, *found.level]
+    timed = [row for row in equals if row.get("relative_time")]
+    if found.fastest is None or len(timed) < 2:
+        return Markup(".")
+    quick, slow = min(timed, key=time_of), max(timed, key=time_of)
+    if quick["relative_time"] / slow["relative_time"] > 0.95:
+        return Markup(", at the same cost.")
+    ratio = quick["relative_time"] / slow["relative_time"]
+    return Markup("; {} needs {} of the time of {}.").format(name(quick), f"{100 * ratio:.0f} %", name(slow))
+
+
+def _speed(found: Findings) -> Markup:
     best, fastest, trade = found.best, found.fastest, found.trade
-    start = Markup("{} has the best {}, {}").format(name(best), found.metric, number(best["mean"]))
     if fastest is None or trade is None:
-        return start + "."
+        return Markup(".")
     if fastest is best:
-        return start + ", and is the fastest."
+        return Markup(", and is the fastest.")
     ratio = fastest["relative_time"] / best["relative_time"] if best.get("relative_time") else None
     if trade is fastest:
         when = "" if ratio is None else " " + pace(ratio)
-        return start + Markup("; {} comes close{}.").format(name(trade), when)
+        return Markup("; {} comes close{}.").format(name(trade), when)
     lost = abs(fastest["mean"] - best["mean"])
     quick = Markup("{} is the fastest, but {} {}.").format(
         name(fastest), number(lost), "lower" if found.larger else "higher"
     )
     if trade is best:
-        return start + "; " + quick
+        return Markup("; ") + quick
     middle = Markup("; {} comes close {}; ").format(name(trade), pace(trade["relative_time"] / best["relative_time"]))
-    return start + middle + quick
+    return middle + quick
 
 
 class Card(NamedTuple):
@@ -135,14 +191,15 @@ class Card(NamedTuple):
 
 
 def cards(rows: Sequence[Row], found: Findings | None) -> list[Card]:
-    """Best, fastest, best trade."""
-    if found is None:
+    """Best, fastest, best trade: those that can be told."""
+    if found is None or not found.beats_guessing:
         return []
-    best, equal = found.best, rivals(rows, found.best)
+    best = found.best
     detail = Markup("the highest {}" if found.larger else "the lowest {}").format(found.metric)
-    if equal:
-        detail += Markup("; level with {}").format(names(equal))
-        detail += ", within the spread of the seeds" if best["sd"] is not None else ""
+    if found.guessing is not None:
+        detail += f"; guessing has {number(found.guessing, best['mean'])}"
+    if found.level:
+        detail += Markup("; level with {}").format(names(found.level))
     made = [Card(f"Best {found.metric}", best, score(best), detail)]
     if found.fastest is None or found.trade is None:
         return made
@@ -155,12 +212,16 @@ def cards(rows: Sequence[Row], found: Findings | None) -> list[Card]:
     return [*made, Card("Best trade", trade, shown, Markup("{}").format(near))]
 
 
-def caution(rows: Sequence[Row]) -> str:
+def caution(rows: Sequence[Row], busy: str | None = None) -> str:
     """How far the numbers can be trusted."""
     counts = sorted({len(row["scores"]) for row in finished(rows)})
     if not counts:
         return ""
     if counts == [1]:
-        return "One seed each: a difference may be luck; --seeds 3 would tell."
-    seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"Mean ± standard deviation over {seeds} seeds."
+        text = "One seed each: a difference may be luck; run the comparison with --seeds 3 to find out."
+    else:
+        seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        text = f"Mean ± standard deviation over {seeds} seeds."
+    if busy and len(finished(rows)) > 1:
+        text += f" The times are not to be trusted: {busy}. Run the same command again on a quiet machine."
+    return text

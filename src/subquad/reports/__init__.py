@@ -1,0 +1,1 @@
+"""Reports: a finished comparison as one page to read, print and send."""

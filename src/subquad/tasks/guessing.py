@@ -1,0 +1,75 @@
+"""The score of guessing: what a task's metric is for an answer that does not look at the input.
+
+Every question gets the answer that is most frequent in the training data; a language model predicts tokens by their
+frequencies there. A model that does not beat this score has learned nothing about its input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from subquad.tasks.base import IGNORED, Splits, Task
+
+COUNTED = 500  # training examples whose labels are counted, and test examples that are scored
+GROUPS = 10  # parts of the test set whose scores tell how far chance moves the score
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The score, and the standard error that the test set leaves it."""
+
+    score: float
+    error: float
+
+
+def guess(task: Task, splits: Splits) -> Guess:
+    """The score of guessing in the task's metric, on its test set (after `load`)."""
+    train, test = labels(task, splits.train), labels(task, splits.test)
+    statistics = STATISTICS[task.head](task, train, test)  # (N, k)
+    groups = np.array_split(statistics, min(GROUPS, len(statistics)))
+    scores = [task.measure(group)[task.metric] for group in groups]
+    error = float(np.std(scores, ddof=1) / len(scores) ** 0.5) if len(scores) > 1 else 0.0
+    return Guess(float(task.measure(statistics)[task.metric]), error)
+
+
+def labels(task: Task, dataset) -> list[np.ndarray]:
+    """The labels of evenly spread examples, each (m,); a causal model does not predict the first token."""
+    size = len(dataset)
+    chosen = np.unique(np.linspace(0, size - 1, min(size, COUNTED)).astype(int))
+    found = [np.atleast_1d(np.asarray(dataset[int(index)]["labels"])) for index in chosen]
+    return [each[1:] for each in found] if task.head == "causal-lm" else found
+
+
+def _answers(task: Task, train: list[np.ndarray], test: list[np.ndarray]) -> np.ndarray:
+    """(predicted, true) of sequences: the most frequent class; of a regression the mean."""
+    known, asked = np.concatenate(train), np.concatenate(test)
+    one = known.mean() if np.issubdtype(known.dtype, np.floating) else np.bincount(known).argmax()
+    return np.stack([np.full(len(asked), float(one)), asked.astype(float)], 1)
+
+
+def _tokens(task: Task, train: list[np.ndarray], test: list[np.ndarray]) -> np.ndarray:
+    """(right, counted) of each example."""
+    known = np.concatenate(train)
+    one = np.bincount(known[known != IGNORED]).argmax()
+    return np.array([((each == one).sum(), (each != IGNORED).sum()) for each in test], float)
+
+
+def _language(task: Task, train: list[np.ndarray], test: list[np.ndarray]) -> np.ndarray:
+    """(nats, counted, right) of each example, under the frequencies of the training labels, each counted once more."""
+    known = np.concatenate(train)
+    counts = np.bincount(known[known != IGNORED], minlength=task.vocabulary()["vocab_size"]) + 1.0
+    nats, likeliest = -np.log(counts / counts.sum()), counts.argmax()
+    asked = [each[each != IGNORED] for each in test]
+    return np.array([(nats[each].sum(), len(each), (each == likeliest).sum()) for each in asked], float)
+
+
+STATISTICS = {
+    "sequence": _answers,
+    "pair": _answers,
+    "token": _tokens,
+    "causal-lm": _language,
+    "masked-lm": _language,
+    "seq2seq": _language,
+}
