@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import subquad
 from subquad.abstraction import binary_nodes, others, pooled, prefixes
 from subquad.studies import combiner_cost
-from subquad.supports import partitions
+from subquad.supports import grids, partitions, spans
 
 ABSTRACTIONS = ("max", "mean", "deepsets-max", "deepsets-mean")
 
@@ -55,13 +55,15 @@ def draw(n, batch=2, heads=2, width=4, seed=0):
 def plans(causal, n, seed=0):
     """Every plan with its default knob, which takes all values from 1 to √n over the lengths."""
     g = torch.Generator().manual_seed(seed)
-    yield partitions.Fixed(causal=causal)
-    yield partitions.Logsparse(causal=causal)
-    yield partitions.AxialVertical(causal=causal)
-    yield partitions.AxialHorizontal(causal=causal)
-    yield partitions.AxialHorizontal(causal=causal, split=True)
-    yield partitions.AxialRowmajor(causal=causal)
-    yield partitions.Tree(causal=causal)
+    yield spans.Fixed(causal=causal)
+    yield spans.Logsparse(causal=causal)
+    yield grids.AxialVertical(causal=causal)
+    yield grids.AxialHorizontal(causal=causal)
+    yield grids.AxialHorizontal(causal=causal, split=True)
+    yield grids.AxialRowmajor(causal=causal)
+    yield spans.Tree(causal=causal)
+    yield spans.Window(causal=causal, span=5, window=9, sinks=3)
+    yield spans.Window(causal=causal, window=17, sinks=20)
     yield partitions.Routing(
         causal=causal, assignment=tuple(torch.randint(0, 1 + math.isqrt(n), (n,), generator=g).tolist())
     )
@@ -69,13 +71,13 @@ def plans(causal, n, seed=0):
 
 def odd_plans(causal):
     """Knobs far from √n."""
-    yield partitions.Fixed(causal=causal, span=7)
-    yield partitions.Tree(causal=causal, depth=3, span=2)
+    yield spans.Fixed(causal=causal, span=7)
+    yield spans.Tree(causal=causal, depth=3, span=2)
     for cols in (1, 6, 50):
-        yield partitions.AxialVertical(causal=causal, cols=cols)
-        yield partitions.AxialHorizontal(causal=causal, cols=cols)
-        yield partitions.AxialHorizontal(causal=causal, cols=cols, split=True)
-        yield partitions.AxialRowmajor(causal=causal, cols=cols)
+        yield grids.AxialVertical(causal=causal, cols=cols)
+        yield grids.AxialHorizontal(causal=causal, cols=cols)
+        yield grids.AxialHorizontal(causal=causal, cols=cols, split=True)
+        yield grids.AxialRowmajor(causal=causal, cols=cols)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -99,23 +101,23 @@ def test_plans_are_partitions_for_long_sequences(n, causal, data):
 
 
 def test_a_group_that_overlaps_or_is_missing_is_found():
-    class Overlap(partitions.Fixed):
+    class Overlap(spans.Fixed):
         def direct(self, n, i):
             return range(0, i + 1)
 
-    class Twice(partitions.Fixed):
+    class Twice(spans.Fixed):
         def groups(self, n, i):
             return 2 * super().groups(n, i)
 
-    class Short(partitions.Fixed):
+    class Short(spans.Fixed):
         def groups(self, n, i):
             return super().groups(n, i)[1:]
 
-    class Hollow(partitions.Fixed):
+    class Hollow(spans.Fixed):
         def groups(self, n, i):
             return [*super().groups(n, i), partitions.Group(range(3, 3))]
 
-    partitions.Fixed(span=4).check(13)
+    spans.Fixed(span=4).check(13)
     for kind in (Overlap, Twice, Short, Hollow):
         with pytest.raises(ValueError, match=r"no partition of its support|is empty"):
             kind(span=4).check(13)
@@ -133,13 +135,13 @@ def test_a_plan_that_is_no_partition_is_refused():
 
 def test_cost_terms_are_those_of_section_3_1():
     n, s = 64, 8
-    fixed = partitions.Fixed(span=s).cost(n)
+    fixed = spans.Fixed(span=s).cost(n)
     assert fixed == (n * (s + n // s - 1), n // s, n)
-    causal = partitions.Fixed(span=s, causal=True).cost(n)
+    causal = spans.Fixed(span=s, causal=True).cost(n)
     assert causal.groups == n // s - 1
     assert causal.terms == sum(i % s + 1 + i // s for i in range(n))
-    assert partitions.Logsparse(causal=True).cost(n).terms == sum(1 + i.bit_count() for i in range(n))
-    tree = partitions.Tree(depth=2, span=4).cost(n)
+    assert spans.Logsparse(causal=True).cost(n).terms == sum(1 + i.bit_count() for i in range(n))
+    tree = spans.Tree(depth=2, span=4).cost(n)
     assert tree == (n * (4 + 3 + 3), 16 + 4, n + 16)
 
 
@@ -152,10 +154,18 @@ def test_counted_operations_grow_as_declared_from_1k_to_64k(plan):
     assert declared - below <= found <= declared + 0.1  # logsparse: n·log n
 
 
-@pytest.mark.parametrize("plan", ["fixed", "axial-vertical", "axial-rowmajor", "logsparse", "tree"])
-def test_terms_of_section_3_1_grow_as_declared(plan):
-    exponent = {"logsparse": 1.0, "tree": 4 / 3}.get(plan, 1.5)
-    small, large = (partitions.PLANS[plan](causal=True).cost(n).total for n in (256, 4096))
+@pytest.mark.parametrize(
+    ("plan", "exponent"),
+    [
+        (spans.Fixed, 1.5),
+        (grids.AxialVertical, 1.5),
+        (grids.AxialRowmajor, 1.5),
+        (spans.Logsparse, 1.0),
+        (spans.Tree, 4 / 3),
+    ],
+)
+def test_terms_of_section_3_1_grow_as_declared(plan, exponent):
+    small, large = (plan(causal=True).cost(n).total for n in (256, 4096))
     assert abs(math.log(large / small, 16) - exponent) <= 0.15
 
 
@@ -287,9 +297,9 @@ def test_impossible_options_are_refused():
     with pytest.raises(TypeError, match="plan must be a function"):
         make("combiner-plan", False, plan=None)
     with pytest.raises(ValueError, match="plan has causal=True"):
-        make("combiner-plan", False, plan=partitions.Fixed(causal=True))
+        make("combiner-plan", False, plan=spans.Fixed(causal=True))
     with pytest.raises(ValueError, match="plain groups"):
-        make("combiner-plan", False, plan=partitions.Tree())(*draw(20))
+        make("combiner-plan", False, plan=spans.Tree())(*draw(20))
 
 
 # ---- routing ------------------------------------------------------------------------------------------------

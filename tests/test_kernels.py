@@ -1,27 +1,53 @@
-"""Blocks and merge: parts cover what they say, one softmax over several key sets equals dense attention."""
+"""Parts and merge: parts cover what they say, one softmax over several key sets equals dense attention."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.kernels.blocks import Part, columns, diagonal, part, plan, rows_to_keys, selves, unplan, windows
-from subquad.kernels.merge import merge_attention, plain_merge
+from subquad.kernels.maxima import others_max, running_max
+from subquad.kernels.merge import merge_attention, reference
+from subquad.kernels.merge.op import merge
+from subquad.kernels.mixture import mixture_merge
+from subquad.kernels.pools import span_pool
+from subquad.kernels.pools.spans import _pool
+from subquad.kernels.tables import _edges, _mask
+from subquad.supports import patterns
+from subquad.supports.grids import AxialMixture
+from subquad.supports.parts import Grid, Part, columns, diagonal, make_plan, rows_to_keys, selves, windows
+from subquad.supports.spans import Fixed, Tree, Window
+from subquad.supports.support import GivenSupport, parse
 
 
 def cover(parts: list[Part], n: int, drawn: tuple[int, ...] = ()) -> torch.Tensor:
     """How often each (query, key) pair occurs in the parts, by walking through them."""
-    count = torch.zeros(n, n, dtype=torch.int64)
+    count = np.zeros((n, n), np.int64)
     for p in parts:
-        seen = p.allowed().expand(p.blocks, p.q_len, p.k_len)
-        block, row, key = seen.nonzero().unbind(1)
-        q = p.q_start + block * p.q_step + row * p.q_stride
-        k = p.k_start + block * p.k_step + key * p.k_stride
+        seen = np.broadcast_to(p.allowed(), (p.queries.blocks, p.queries.length, p.keys.length))
+        block, row, key = seen.nonzero()
+        q, k = p.queries, p.keys
+        query = q.start + block * q.step + row * q.stride
+        at = k.start + block * k.step + key * k.stride
         if p.draws:
-            size = p.k_len // p.draws
-            k = torch.tensor(drawn)[p.k_start + block * p.k_step + key // size] * size + key % size
-        count.index_put_((q, k), torch.ones_like(q), accumulate=True)
-    return count
+            size = k.length // p.draws
+            at = np.array(drawn)[k.start + block * k.step + key // size] * size + key % size
+        np.add.at(count, (query, at), 1)
+    return torch.from_numpy(count)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pieces(GivenSupport):
+    """A support of any parts, for tests."""
+
+    parts: Callable[[int], list[Part]]
+    drawn: tuple[int, ...] = ()
+
+    def plan(self, n, which):
+        return make_plan(self.parts(n), n, self.drawn)
 
 
 lengths = st.integers(1, 150)
@@ -55,16 +81,24 @@ def test_rows_to_keys(n, first, step, hi):
 def test_triangle_and_everything_are_recognised(n, size):
     for p in diagonal(0, n, size, causal=True) + columns(n, size, causal=True) + windows(0, n, 3, 5, block=4):
         seen = p.allowed()
-        assert p.sees_everything() == bool(seen.all()) or not p.sees_everything()  # never claims too much
-        if p.is_triangle():
-            assert torch.equal(seen, torch.ones_like(seen).tril())
+        assert p.sees_everything == bool(seen.all()) or not p.sees_everything  # never claims too much
+        if p.is_triangle:
+            assert np.array_equal(seen, np.tril(np.ones_like(seen)))
 
 
-def test_plan_marks_the_first_visit_and_round_trips():
+def test_plan_marks_the_first_visit():
     parts = [*diagonal(0, 10, 4, causal=False), *columns(10, 3, causal=False, xlo=0, xhi=0)]
-    back = unplan(plan(parts, 10))
-    assert [p._replace(fresh=0) for p in back] == parts
-    assert [p.fresh for p in back] == [1, 1, 0, 0]
+    plan = make_plan(parts, 10)
+    assert [replace(p, fresh=False) for p in plan.parts] == parts
+    assert [p.fresh for p in plan.parts] == [True, True, False, False]
+    assert plan.covers
+
+
+@pytest.mark.parametrize(
+    "support", [Fixed(span=4), Window(causal=True, span=3, sinks=2), Tree(depth=3), patterns.Star()]
+)
+def test_texts_round_trip(support):
+    assert parse(support.text) == support
 
 
 def summaries_case(n: int, dtype: torch.dtype, seed: int = 0):
@@ -76,9 +110,12 @@ def summaries_case(n: int, dtype: torch.dtype, seed: int = 0):
     i = torch.arange(n)[:, None]
     own = (i // 4 == torch.arange(n) // 4) & (torch.arange(n) <= i)
     far = torch.arange(m) < i // 4
-    parts = diagonal(0, n, 4, causal=True)
-    parts += rows_to_keys(range(n), range(m), positions=range(4, 4 * m + 1, 4), source=1, hi=0)
-    return [q, k, v, ks, vs], torch.cat([own, far], 1), plan(parts, n)
+
+    def parts(n):
+        far = rows_to_keys(range(n), range(m), positions=range(4, 4 * m + 1, 4), source=1, hi=0)
+        return diagonal(0, n, 4, causal=True) + far
+
+    return [q, k, v, ks, vs], torch.cat([own, far], 1), Pieces(parts=parts)
 
 
 def dense(q, k, v, ks, vs, seen, scale):
@@ -87,19 +124,41 @@ def dense(q, k, v, ks, vs, seen, scale):
     return weights @ torch.cat([v, vs], 2)
 
 
+def by_reference(q, keys, values, support, which, n, *, scale, valid=(), dropout=0.0, seed=None, lengths=None):
+    """The operators in plain torch, and their own backward."""
+
+    class Run(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, *kv):
+            m = len(kv) // 2
+            about = ([x for x in valid if x is not None], lengths, seed, support, which, n, scale, dropout)
+            out, lse = reference.forward(q, kv[:m], kv[m:], *about)
+            ctx.save_for_backward(q, *kv, out, lse)
+            ctx.about = about
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            q, *kv, out, lse = ctx.saved_tensors
+            m = len(kv) // 2
+            return tuple(reference.backward(grad, q, kv[:m], kv[m:], out, lse, *ctx.about))
+
+    return Run.apply(q, *keys, *values)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("n", [1, 4, 5, 37, 64])
-@pytest.mark.parametrize("path", [merge_attention, plain_merge])
+@pytest.mark.parametrize("path", [merge_attention, by_reference])
 def test_one_softmax_over_two_sources(path, n, masked):
-    tensors, seen, flat = summaries_case(n, torch.float64)
+    tensors, seen, support = summaries_case(n, torch.float64)
     tensors = [t.requires_grad_() for t in tensors]
-    valid = []
+    valid = [None, None]
     if masked:
         draw = torch.Generator().manual_seed(1)
         valid = [torch.rand(2, 1, t.shape[2], generator=draw) < 0.6 for t in (tensors[1], tensors[3])]
         seen = seen & torch.cat(valid, 2)[:, :, None]
     q, k, v, ks, vs = tensors
-    out = path(q, [k, ks], [v, vs], flat, scale=0.4, valid=valid)
+    out = path(q, [k, ks], [v, vs], support.text, "main", n, scale=0.4, valid=valid)
     expected = dense(*tensors, seen, 0.4)
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
     direction = torch.randn_like(out)
@@ -111,42 +170,117 @@ def test_one_softmax_over_two_sources(path, n, masked):
         torch.testing.assert_close(torch.zeros_like(b) if a is None else a, b, atol=1e-11, rtol=0)
 
 
+@pytest.mark.parametrize("lengths", [None, [37, 20, 37]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_kernel_and_reference_drop_the_same_weights(lengths, dtype):
+    """Dropout by the seed, in the kernel, the reference and their gradients; grouped heads, rows of any length."""
+    support, draw = Fixed(causal=True, span=8), torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 37, 8, generator=draw, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(3, 2, 37, 8, generator=draw, dtype=dtype, requires_grad=True) for _ in range(2))
+    ks = torch.randn(3, 2, 5, 8, generator=draw, dtype=dtype, requires_grad=True)
+    vs = torch.randn(3, 4, 5, 8, generator=draw, dtype=dtype, requires_grad=True)
+    rows = None if lengths is None else torch.tensor(lengths)
+    about = {"scale": 0.3, "lengths": rows, "dropout": 0.3, "seed": torch.tensor(5)}
+    kernel, plain = (
+        path(q, [k, ks], [v, vs], support.text, "main", 37, valid=[None, None], **about)
+        for path in (merge_attention, by_reference)
+    )
+    tolerance = {"atol": 1e-12, "rtol": 0} if dtype == torch.float64 else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(kernel, plain, **tolerance)
+    without = merge_attention(q, [k, ks], [v, vs], support.text, "main", 37, scale=0.3, lengths=rows)
+    assert (kernel - without).abs().max() > 0.1
+    direction = torch.randn(q.shape, generator=draw, dtype=dtype)
+    grads = (torch.autograd.grad(out, [q, k, v, ks, vs], direction) for out in (kernel, plain))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
 def test_gradcheck_of_overlapping_windows():
-    flat = plan(windows(0, 11, 3, 2, block=4), 11)
+    support = Pieces(parts=lambda n: windows(0, n, 3, 2, block=4))
     tensors = [torch.randn(1, 2, 11, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    assert torch.autograd.gradcheck(lambda q, k, v: merge_attention(q, [k], [v], flat, scale=0.5), tensors)
+    attend = lambda q, k, v: merge_attention(q, [k], [v], support.text, "main", 11, scale=0.5)  # noqa: E731
+    assert torch.autograd.gradcheck(attend, tensors)
 
 
 def test_drawn_blocks_equal_dense_attention():
     """Query block a sees two blocks that stand in no regular place, one of them drawn by several."""
     drawn = (2, 0, 1, 0, 2, 0)
-    parts = [*selves(14), Part(0, 3, 4, 4, 1, 0, 2, 8, 1, draws=2)]
+    parts = [*selves(14), Part(Grid(0, 3, 4, 4), Grid(0, 3, 2, 8), draws=2)]
+    support = Pieces(parts=lambda n: parts, drawn=drawn)
     tensors = [torch.randn(2, 2, 14, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     count = cover(parts, 14, drawn).double()  # oneself may be seen twice: it then weighs twice
     scores = (tensors[0] @ tensors[1].mT * 0.5 + count.log()).softmax(-1)
     expected, direction = scores @ tensors[2], torch.randn(2, 2, 14, 4, dtype=torch.float64)
-    for path in (merge_attention, plain_merge):
-        out = path(tensors[0], [tensors[1]], [tensors[2]], plan(parts, 14, drawn), scale=0.5, valid=[])
+    for path in (merge_attention, by_reference):
+        out = path(tensors[0], [tensors[1]], [tensors[2]], support.text, "main", 14, scale=0.5, valid=[None])
         torch.testing.assert_close(out, expected)
         got, want = (torch.autograd.grad(x, tensors, direction, retain_graph=True) for x in (out, expected))
         torch.testing.assert_close(got, want)
 
 
-def test_a_second_derivative_is_refused_by_the_fused_path_and_right_in_the_plain_one():
-    flat = plan([*selves(3), part((0, 1, 0, 3, 1), (0, 0, 3, 1), xlo=0, xhi=0)], 3)
+def test_a_second_derivative_is_refused():
     q, k, v = (torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    (g,) = torch.autograd.grad(merge_attention(q, [k], [v], flat, scale=1.0).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="merge_backward"):
+    out = merge_attention(q, [k], [v], Fixed(span=2).text, "members:1", 3, scale=1.0)
+    (g,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
         g.sum().backward()
-    plain = lambda q, k, v: plain_merge(q, [k], [v], flat, scale=1.0, valid=[])  # noqa: E731
-    assert torch.autograd.gradgradcheck(plain, (q, k, v))
 
 
 def test_strided_heads_keep_their_layout():
     """The layer's heads are (B, n, H, d) in memory: read and written as views."""
-    x = torch.randn(1, 20, 3, 8).transpose(1, 2)
-    out = merge_attention(x, [x], [x], plan(diagonal(0, 20, 6, causal=True), 20), scale=0.3)
+    x, support = torch.randn(1, 20, 3, 8).transpose(1, 2), patterns.Fixed(causal=True, w=6).text
+    out = merge_attention(x, [x], [x], support, "0", 20, scale=0.3)
     assert out.stride() == x.stride()
     y = x.contiguous()
-    expected = merge_attention(y, [y], [y], plan(diagonal(0, 20, 6, causal=True), 20), scale=0.3)
+    torch.testing.assert_close(out, merge_attention(y, [y], [y], support, "0", 20, scale=0.3))
+
+
+def test_a_support_of_another_process_is_refused():
+    x = torch.randn(1, 1, 4, 2)
+    with pytest.raises(ValueError, match="does not exist in this process"):
+        merge_attention(x, [x], [x], "given:99999", "main", 4, scale=1.0)
+
+
+@pytest.mark.parametrize("pool", ["max", "mean"])
+@pytest.mark.parametrize("skip", [0, 3, 4, 9])
+def test_span_pool_equals_a_loop(pool, skip):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 18, 5, generator=draw, dtype=torch.float64, requires_grad=True)
+    lengths = torch.tensor([18, 10, 0])
+    mask = (torch.arange(18) < lengths[:, None]) & (torch.rand(3, 18, generator=draw) < 0.7)
+    out = span_pool(x, 4, pool=pool, key_mask=mask, lengths=lengths, skip=skip)
+    expected = torch.zeros_like(out)
+    for b in range(3):
+        for a in range(5):
+            inside = [j for j in range(max(skip, 4 * a), min(18, 4 * a + 4)) if mask[b, j]]
+            if inside:
+                members = x[b, :, inside]
+                expected[b, :, a] = members.amax(1) if pool == "max" else members.mean(1)
     torch.testing.assert_close(out, expected)
+    direction = torch.randn(out.shape, generator=draw, dtype=torch.float64)
+    got, want = (torch.autograd.grad(y, x, direction) for y in (out, expected))
+    torch.testing.assert_close(got, want)
+
+
+def opcheck(op, *arguments):
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+
+def test_operators_keep_torchs_rules():
+    """Schema, shapes without data, and the derivative's registration, as compilers rely on them."""
+    q, k, v = (torch.randn(2, 2, 9, 4, requires_grad=True) for _ in range(3))
+    summaries = [torch.randn(2, 2, 3, 4, requires_grad=True) for _ in range(2)]
+    valid = [torch.ones(2, 1, 9, dtype=torch.bool), torch.ones(1, 1, 3, dtype=torch.bool)]
+    lengths, seed = torch.tensor([9, 5]), torch.tensor(3)
+    support = Fixed(causal=True, span=3).text
+    for dropout in (0.0, 0.5):
+        about = (valid, lengths, seed, support, "main", 9, 0.5, dropout)
+        opcheck(merge, q, [k, summaries[0]], [v, summaries[1]], *about)
+    opcheck(_pool, q, torch.ones(2, 9, dtype=torch.bool), lengths, 4, 1, True)
+    opcheck(running_max, q, 2, False)
+    opcheck(others_max, q, 2)
+    opcheck(_mask, q, lengths, patterns.Star(w=2).text, [0], 9)
+    both = AxialMixture(causal=True, cols=3, kinds=(("column",), ("row",))).text
+    groups = [torch.randn(2, 2, 6, 4, requires_grad=True) for _ in range(4)]
+    opcheck(mixture_merge, q, [k, v], groups[:2], groups[2:], [], [], lengths, [1, 1], both, 9, 0.5)
+    torch.library.opcheck(_edges, (q, lengths, patterns.Logsparse().text, [0], 9), test_utils="test_schema")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import subquad
+from subquad.attention.full import drop
 from subquad.core.options import split_spec
 
 
@@ -75,11 +76,12 @@ class Mean(subquad.Attention):
     class Options(subquad.Options):
         power: int = subquad.option(1, "nothing", ge=1)
 
-    def attend(self, q, k, v, key_mask):
-        return torch.nn.functional.dropout(self.define(q, k, key_mask), self.drop) @ v
+    def attend(self, q, k, v, call):
+        return drop(self.define(q, k, call), call) @ v
 
-    def define(self, q, k, key_mask):
-        return q.new_full((*q.shape[:3], k.shape[2]), 1 / k.shape[2])
+    def define(self, q, k, call):
+        nothing = q.sum(-1, keepdim=True) * 0  # a query that is not a number gives none
+        return nothing + q.new_full((*q.shape[:3], k.shape[2]), 1 / k.shape[2])
 
 
 def test_a_mechanism_of_ones_own():

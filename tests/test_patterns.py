@@ -1,27 +1,30 @@
 """Sparse patterns: definition against parts, the papers' formulas, head layouts, users' own sets."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import subquad
+from subquad.supports import drawn as D
 from subquad.supports import patterns as P
+from subquad.supports.spans import Logsparse
 from test_kernels import cover
 
 
 def regular(causal: bool) -> list[P.Pattern]:
     c = {"causal": causal}
     return [
-        P.Dense(**c),
         *(P.Strided(w=w, **c) for w in (None, 1, 2, 5, 200)),
         *(P.Fixed(w=w, close=close, **c) for w in (None, 1, 7) for close in (False, True)),
         *(P.Star(w=w, relay=relay, **c) for w in (1, 3, 40) for relay in ("last", "first")),
         *(P.Longformer(window=w, global_tokens=g, **c) for w, g in ((1, 0), (9, 0), (10, 3), (4, 50))),
         *(P.Axial(cols=cols, **c) for cols in (None, 1, 3)),
-        P.BigBird(block=4, **c),
-        P.BigBird(block=8, random_blocks=2, global_blocks=0, window_blocks=5, **c),
-        P.BigBird(block=3, random_blocks=0, global_blocks=1, window_blocks=1, **c),
+        D.BigBird(block=4, **c),
+        D.BigBird(block=8, random_blocks=2, global_blocks=0, window_blocks=5, **c),
+        D.BigBird(block=3, random_blocks=0, global_blocks=1, window_blocks=1, **c),
     ]
 
 
@@ -34,13 +37,19 @@ def test_parts_are_the_definition(index, causal):
             mask = pattern.mask(n, family)
             count = cover(pattern.parts(n, family), n, pattern.drawn(n))
             assert torch.equal(count, mask.long()), f"{pattern}, n={n}, family={family}"
-            assert torch.equal(pattern.edges(n, family).to_mask()[0], mask)
+            assert [set(keys) for keys in sets(pattern, n, family)] == [set(row.nonzero()[0]) for row in mask.numpy()]
             assert not causal or not mask.triu(1).any()
             assert mask.diagonal().all(), "every token sees itself"
 
 
+def sets(pattern: P.Pattern, n: int, family: int | None = None) -> list[list[int]]:
+    """A_0 … A_{n-1}, from the edge list."""
+    indptr, indices = pattern.csr(n, family)
+    return [indices[a:b].tolist() for a, b in itertools.pairwise(indptr)]
+
+
 def sets_1_based(pattern: P.Pattern, n: int, family: int) -> list[set[int]]:
-    return [{int(j) + 1 for j in keys} for keys in pattern.sets(n, family)]
+    return [{j + 1 for j in keys} for keys in sets(pattern, n, family)]
 
 
 @given(n=st.integers(1, 60), w=st.integers(1, 20))
@@ -60,9 +69,6 @@ def test_equations_4_to_6_as_printed(n, w):
 
 
 def test_counts_and_sparsity():
-    assert P.Dense().connections(10) == 100
-    assert P.Dense().sparsity(10) == 0
-    assert P.Dense(causal=True).sparsity(10) == 0
     assert P.Fixed(w=4).connections(16, 0) == 64
     # Table 1 of the paper: n = 256 with w = 16 is 93 % sparse sequentially and 87 % as a union (2 % either way)
     for pattern in (P.Strided(w=16), P.Fixed(w=16)):
@@ -73,28 +79,57 @@ def test_counts_and_sparsity():
 
 @given(n=st.integers(1, 80), density=st.floats(0.01, 1.0), seed=st.integers(0, 99), causal=st.booleans())
 def test_random_draws_exactly_what_was_asked(n, density, seed, causal):
-    pattern = P.Random(density=density, seed=seed, causal=causal)
+    pattern = D.Random(density=density, seed=seed, causal=causal)
     mask = pattern.mask(n)
     reach = torch.arange(1, n + 1) if causal else torch.full((n,), n)
     assert torch.equal(mask.sum(1), (density * reach).round().long().clamp(min=1))
     assert mask.diagonal().all()
-    assert torch.equal(mask, P.Random(density=density, seed=seed, causal=causal).mask(n))
+    assert torch.equal(mask, D.Random(density=density, seed=seed, causal=causal).mask(n))
 
 
 def test_random_is_uniform_and_follows_the_seed():
-    draws = torch.stack([P.Random(density=0.3, seed=seed).mask(20) for seed in range(2000)]).double().mean(0)
+    draws = torch.stack([D.Random(density=0.3, seed=seed).mask(20) for seed in range(2000)]).double().mean(0)
     expected = torch.full((20, 20), 5 / 19, dtype=torch.float64).fill_diagonal_(1)  # 6 keys, one of them oneself
     assert (draws - expected).abs().max() < 5 * (0.26 * 0.74 / 2000) ** 0.5
-    assert not torch.equal(P.Random(seed=1).mask(50), P.Random(seed=2).mask(50))
+    assert not torch.equal(D.Random(seed=1).mask(50), D.Random(seed=2).mask(50))
 
 
 def test_logsparse_sees_powers_of_two():
-    assert P.Logsparse(causal=True).sets(20)[13].tolist() == [5, 9, 11, 12, 13]
-    assert P.Logsparse().sets(20)[13].tolist() == [5, 9, 11, 12, 13, 14, 15, 17]
+    assert sets(P.Logsparse(causal=True, sets="powers"), 20)[13] == [5, 9, 11, 12, 13]
+    assert sets(P.Logsparse(sets="powers"), 20)[13] == [5, 9, 11, 12, 13, 14, 15, 17]
+
+
+@given(n=st.integers(1, 70), causal=st.booleans())
+def test_logsparse_suffixes_end_combiners_blocks(n, causal):
+    """Section 4.2: i itself, and the last token (bidirectional: the first one of a mirrored block) of every block."""
+    plan = Logsparse(causal=causal)
+    for i, keys in enumerate(sets(P.Logsparse(causal=causal), n)):
+        blocks = plan.blocks(n, i)
+        assert set(keys) == {i} | {block[-1] if block[-1] < i else block[0] for block in blocks}
+    assert sets(P.Logsparse(causal=True), 14)[13] == [7, 11, 12, 13]  # 13 = 8 + 4 + 1
+
+
+def test_random_graphs_differ_between_heads_and_layers():
+    make = lambda **more: subquad.attention("random", num_heads=4, head_dim=4, density=0.2, **more).support(40)  # noqa: E731
+    first, second = make(), make(layer_index=1)
+    assert first.shape == (4, 40, 40)
+    assert len({bytes(graph.numpy()) for graph in (*first, *second)}) == 8
+    assert make(shared=True).shape == (40, 40)
+    assert torch.equal(make(shared=True), make(shared=True, layer_index=3))
+
+
+@pytest.mark.parametrize(
+    "spec", ["star", "star:relay=first", "random", "bigbird:block=4", "logsparse", "fixed:close=true"]
+)
+def test_causal_sets_do_not_depend_on_what_follows(spec):
+    a = subquad.attention(spec, num_heads=2, head_dim=4, causal=True, max_length=200)
+    long = a.support(100)
+    for n in (1, 7, 33, 64):
+        assert torch.equal(a.support(n), long[..., :n, :n])
 
 
 def test_bigbird_draws_other_blocks():
-    pattern = P.BigBird(block=2, random_blocks=3, global_blocks=1, window_blocks=3)
+    pattern = D.BigBird(block=2, random_blocks=3, global_blocks=1, window_blocks=3)
     for a, drawn in enumerate(pattern.draw(40)):
         assert len(drawn) == (3 if a >= 1 else 0)
         assert all(x >= 1 and abs(x - a) > 1 for x in drawn)

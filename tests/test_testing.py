@@ -28,10 +28,10 @@ class Leaky(subquad.Attention):
 
     capabilities = subquad.Capabilities(bidirectional=False, padding=False)
 
-    def attend(self, q, k, v, key_mask):
+    def attend(self, q, k, v, call):
         return v.mean(2, keepdim=True).expand_as(q)
 
-    def define(self, q, k, key_mask):
+    def define(self, q, k, call):
         weights = torch.ones(*q.shape[:3], k.shape[2], dtype=q.dtype).tril()
         return weights / weights.sum(-1, keepdim=True)
 
@@ -43,17 +43,15 @@ class Excused(Leaky):
 class PaddingLeak(subquad.Attention):
     """Forgets the key mask in its normaliser."""
 
-    def attend(self, q, k, v, key_mask):
+    def attend(self, q, k, v, call):
         scores = (q @ k.mT * self.options.softmax_scale).softmax(-1)
         return scores @ v
 
-    def define(self, q, k, key_mask):
+    def define(self, q, k, call):
         scores = q @ k.mT * self.options.softmax_scale
-        return (
-            scores.masked_fill(~key_mask[:, None, None], -torch.inf).softmax(-1)
-            if key_mask is not None
-            else scores.softmax(-1)
-        )
+        if call.key_mask is None:
+            return scores.softmax(-1)
+        return scores.masked_fill(~call.key_mask[:, None, None], -torch.inf).softmax(-1)
 
 
 def test_a_leak_is_found(registered):
@@ -61,6 +59,78 @@ def test_a_leak_is_found(registered):
         check_attention(registered(Leaky), only=["fast_equals_dense", "causal_by_value_and_gradient"])
     assert "fast_equals_dense: AssertionError: value at n=2" in str(error.value)
     assert "token 1 changes an earlier output" in str(error.value)
+
+
+class BothForget(PaddingLeak):
+    """Forgets the key mask in its fast path and in its definition."""
+
+    def define(self, q, k, call):
+        return (q @ k.mT * self.options.softmax_scale).softmax(-1)
+
+
+class Counts(PaddingLeak):
+    """Remembers how often it was called."""
+
+    calls = 0
+
+    def attend(self, q, k, v, call):
+        self.calls += 1
+        return super().attend(q, k, v, call)
+
+
+class MeanOfPast(torch.nn.Module):
+    """Not registered: the mean of what is there so far, or of everything."""
+
+    def __init__(self, causal, wrong=False):
+        super().__init__()
+        self.causal, self.wrong = causal, wrong
+
+    def forward(self, q, k, v, key_mask=None):
+        real = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        real = real[:, None, :, None].to(v)
+        v = v.masked_fill(real == 0, 0)
+        total = v.cumsum(2) if self.causal else v.sum(2, keepdim=True).expand_as(v)
+        count = real.cumsum(2) if self.causal else real.sum(2, keepdim=True)
+        count = count + q.sum() * 0 if self.wrong else count
+        return total / count.clamp(min=1) + (q.sum(-1, keepdim=True) * 0).masked_fill(real == 0, 0)
+
+
+def mean_of_past(q, k, v, key_mask, causal):
+    """Its definition, with loops."""
+    rows = []
+    for b in range(len(v)):
+        for h in range(v.shape[1]):
+            row = []
+            for i in range(v.shape[2]):
+                seen = range(i + 1 if causal else v.shape[2])
+                real = [v[b, h, j] for j in seen if key_mask is None or key_mask[b, j]]
+                row.append(torch.stack(real).mean(0) if real else v[b, h, i].detach() * 0)
+            rows.append(torch.stack(row).nan_to_num(0))
+    return torch.stack(rows).view_as(v)
+
+
+def test_a_module_that_is_not_registered():
+    checks = ["fast_equals_dense", "causal_by_value_and_gradient", "padding_is_invisible", "nan_stays_where_it_is"]
+    check_attention(MeanOfPast, definition=mean_of_past, only=checks)
+    with pytest.raises(ContractError, match="NaN in another batch element"):
+        check_attention(lambda causal: MeanOfPast(causal, True), definition=mean_of_past, only=checks[3:])
+    with pytest.raises(ValueError, match="definition is needed"):
+        check_attention(MeanOfPast)
+
+
+def test_padding_forgotten_in_both_is_found(registered):
+    with pytest.raises(ContractError, match="in padded slots changes real tokens"):
+        check_attention(registered(BothForget), only=["padding_is_invisible"], causal=False)
+
+
+def test_an_attribute_written_in_a_call_is_found(registered):
+    with pytest.raises(ContractError, match="a call writes attributes: calls"):
+        check_attention(registered(Counts), only=["leaves_no_trace"], causal=False)
+
+
+def test_progress_is_printed(capsys):
+    check_attention("full", only=["no_state_between_calls"], causal=True, progress=True)
+    assert "full causal, no_state_between_calls" in capsys.readouterr().err
 
 
 def test_a_padding_leak_is_found(registered):

@@ -97,4 +97,5 @@ def _kept(like: Tensor, part: Part, rows: slice, at: Tensor, key: Tensor, seed: 
     b, h = like.shape[:2]
     instance = torch.arange(rows.start * h, rows.start * h + b * h, device=like.device).view(b, h, 1, 1, 1)
     columns = (key + part.source * SOURCE)[:, None]  # (A, 1, S)
-    return dropout_factors(seed.to(like.device), dropout, instance, at[..., None], columns).to(like.dtype)
+    kept = dropout_factors(seed.to(like.device), dropout, instance, at[..., None], columns) > 0
+    return kept.to(like.dtype) / (1 - dropout)
