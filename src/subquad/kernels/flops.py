@@ -10,7 +10,7 @@ import math
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels import edges, merge  # noqa: F401  (their import defines the ops)
+from subquad.kernels import merge  # noqa: F401  (its import defines the ops)
 from subquad.kernels.blocks import unplan
 
 
@@ -36,30 +36,3 @@ def _flash(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
 @register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def _flash_backward(grad, q_shape, k_shape, *args, out_shape=None, **kwargs) -> int:
     return 10 * math.prod(q_shape) * k_shape[2]
-
-
-# An edge list reaches an operator as (indptr, indices); `copies` instances share each of its graphs.
-
-
-def _edges(instances: int, indptr, indices) -> int:
-    return instances // indptr[0] * indices[0]
-
-
-@register_flop_formula(torch.ops.subquad.edge_scores)
-def _edge_scores(q_shape, k_shape, indptr, indices, *args, out_shape=None, **kwargs) -> int:
-    return 2 * q_shape[3] * _edges(math.prod(q_shape[:2]), indptr, indices)
-
-
-@register_flop_formula(torch.ops.subquad.edge_sum)
-def _edge_sum(w_shape, x_shape, indptr, indices, *args, out_shape=None, **kwargs) -> int:
-    return 2 * x_shape[3] * math.prod(w_shape)
-
-
-@register_flop_formula(torch.ops.subquad.edge_attention)
-def _edge_attention(q_shape, k_shape, v_shape, indptr, indices, *args, out_shape=None, **kwargs) -> int:
-    return 4 * q_shape[3] * _edges(math.prod(q_shape[:2]), indptr, indices)
-
-
-@register_flop_formula(torch.ops.subquad.edge_attention_backward)
-def _edge_attention_backward(dout, q_shape, k_shape, v_shape, indptr, indices, *args, out_shape=None, **kwargs) -> int:
-    return 10 * q_shape[3] * _edges(math.prod(q_shape[:2]), indptr, indices)

@@ -271,7 +271,7 @@ class Random(Pattern):
     seed: int = 0
 
     def draw(self, n: int) -> EdgeList:
-        from subquad.supports.drawing import draw_rows
+        from subquad.supports.draws import draw_rows
 
         reach = torch.arange(1, n + 1) if self.causal else torch.full((n,), n)
         degrees = (self.density * reach).round().long().clamp(min=1)

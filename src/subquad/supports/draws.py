@@ -7,13 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-@numba.njit(cache=True)
-def mix(x):
-    """splitmix64's finaliser: a 64-bit hash whose sequence over x + i·γ is a good generator."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+from subquad.core.hashing import mix
 
 
 @numba.njit(cache=True)

@@ -1,0 +1,277 @@
+"""The loops of attention over a CSR edge list, in Numba.
+
+A task is a block of rows of one instance: all its scores, the softmax of each row, all its sums. The rows of a block
+walk through their ascending keys side by side, so that a key fetched for one row is still in the cache for the next.
+
+Arrays of queries are (B·H, n, d) and contiguous, those of keys and values (B·H/group, m, d); a number per edge and
+instance is (B·H // g, E). Tuples that the kernels take:
+
+    graphs   indptr (g, n + 1), indices (E,), share: see `EdgeList`
+    places   heads, group, the first instance (where arrays are a part of the batch), real (B, m) bool or (0, 0)
+    drop     seed, rate (0 = no dropout), row numbers (B, n), column numbers (B, m)
+"""
+
+import numba
+import numpy as np
+
+from subquad.core.hashing import chance, halves, stream
+from subquad.kernels.parallel import exp, inline, kernel
+
+_SPAN = 64  # edges of a row before the next row's turn: 64 keys of 64 floats are 16 kB, half of a usual L1
+PRE, PUBLISHED = 1, 2  # what `softmax_backward_kernel` credits edges with; 0: nothing
+
+
+# ---- one row ----
+
+
+@inline
+def _dots(x, y, keys, scale, out):
+    """out[e] = scale · x·y[keys[e]]. Four edges at a time: x is loaded once, four sums are independent."""
+    whole = keys.size // 4 * 4
+    for e in range(0, whole, 4):
+        y0, y1, y2, y3 = y[keys[e]], y[keys[e + 1]], y[keys[e + 2]], y[keys[e + 3]]
+        s0 = s1 = s2 = s3 = x.dtype.type(0)
+        for c in range(x.size):
+            s0 += x[c] * y0[c]
+            s1 += x[c] * y1[c]
+            s2 += x[c] * y2[c]
+            s3 += x[c] * y3[c]
+        out[e], out[e + 1], out[e + 2], out[e + 3] = s0 * scale, s1 * scale, s2 * scale, s3 * scale
+    for e in range(whole, keys.size):
+        y0, s0 = y[keys[e]], x.dtype.type(0)
+        for c in range(x.size):
+            s0 += x[c] * y0[c]
+        out[e] = s0 * scale
+
+
+@inline
+def _sums(weights, y, keys, out):
+    """out += Σ_e weights[e] · y[keys[e]]. Eight edges at a time: out is loaded and stored once."""
+    whole = keys.size // 8 * 8
+    for e in range(0, whole, 8):
+        y0, y1, y2, y3 = y[keys[e]], y[keys[e + 1]], y[keys[e + 2]], y[keys[e + 3]]
+        y4, y5, y6, y7 = y[keys[e + 4]], y[keys[e + 5]], y[keys[e + 6]], y[keys[e + 7]]
+        w0, w1, w2, w3 = weights[e], weights[e + 1], weights[e + 2], weights[e + 3]
+        w4, w5, w6, w7 = weights[e + 4], weights[e + 5], weights[e + 6], weights[e + 7]
+        for c in range(out.size):
+            left = w0 * y0[c] + w1 * y1[c] + w2 * y2[c] + w3 * y3[c]
+            out[c] += left + (w4 * y4[c] + w5 * y5[c] + w6 * y6[c] + w7 * y7[c])
+    for e in range(whole, keys.size):
+        y0, w0 = y[keys[e]], weights[e]
+        for c in range(out.size):
+            out[c] += w0 * y0[c]
+
+
+@inline
+def _hide(row, keys, real):
+    """Scores of padded keys become -inf."""
+    for e in range(row.size):
+        if not real[keys[e]]:
+            row[e] = -np.inf
+
+
+@inline
+def _softmax(row):
+    """In place. A row with nothing above -inf becomes 0."""
+    top = row.dtype.type(-np.inf)
+    for e in range(row.size):
+        top = top if row[e] <= top else row[e]  # written so that a row of NaN does not look empty
+    if top == -np.inf:
+        row[:] = 0
+        return
+    for e in range(row.size):
+        row[e] = exp(row[e] - top)
+    total = row.dtype.type(0)
+    for e in range(row.size):
+        total += row[e]
+    for e in range(row.size):
+        row[e] /= total
+
+
+@inline
+def _drop(row, keys, state, rate, columns):
+    """Multiply by the dropout of these keys; `state` is the row's random stream."""
+    a, b = halves(state)
+    kept = row.dtype.type(1 / (1 - rate))
+    for e in range(row.size):
+        row[e] = row[e] * kept if chance(a, b, columns[keys[e]]) >= np.float32(rate) else row.dtype.type(0)
+
+
+@inline
+def _softmax_backward(p, s, dp, keys, drop, state, columns, scale, mode, credit):
+    """p = the weights, dp = dout·v. s becomes dL/d(q·k), to sum dq and dk; dp becomes p · dropout, to sum dv."""
+    if drop[1] > 0:
+        _drop(dp, keys, state, drop[1], columns)
+    mean = s.dtype.type(0)
+    for e in range(s.size):
+        mean += p[e] * dp[e]
+    for e in range(s.size):
+        dp[e] = p[e] * (dp[e] - mean)  # dL/ds_e
+    if mode == PRE:
+        for e in range(s.size):
+            credit[e] = dp[e] * s[e]
+    elif mode == PUBLISHED:
+        one = s.dtype.type(1)
+        for e in range(s.size):
+            credit[e] = min(one, max(-one, dp[e]))
+    for e in range(s.size):
+        s[e] = dp[e] * scale
+        dp[e] = p[e]
+    if drop[1] > 0:
+        _drop(dp, keys, state, drop[1], columns)
+
+
+# ---- a block of rows ----
+
+
+@inline
+def _block(task, rows, n):
+    """Number of a task → its instance, its rows."""
+    blocks = (n + rows - 1) // rows
+    first = task % blocks * rows
+    return task // blocks, first, min(n, first + rows)
+
+
+@inline
+def _graph(t, graphs):
+    """Instance → its graph, and its row in a tensor of numbers per edge."""
+    number, share = graphs[0].shape[0], graphs[2]
+    return t // share % number, t // (share * number) * share + t % share
+
+
+@inline
+def _part(ptr, i, part, parts):
+    """Cut at multiples of eight edges, as `_sums` goes: a row's result does not depend on its neighbours' degrees."""
+    degree = ptr[i + 1] - ptr[i]
+    last = degree if part + 1 == parts else degree * (part + 1) // parts // 8 * 8
+    return ptr[i] + degree * part // parts // 8 * 8, ptr[i] + last
+
+
+@inline
+def _block_dots(x, y, ptr, indices, scale, out):
+    rows, start = x.shape[0], ptr[0]
+    parts = max(1, (ptr[rows] - start) // (rows * _SPAN))
+    for part in range(parts):
+        for i in range(rows):
+            a, b = _part(ptr, i, part, parts)
+            _dots(x[i], y, indices[a:b], scale, out[a - start : b - start])
+
+
+@inline
+def _block_sums(weights, y, ptr, indices, out):
+    """out += the sums."""
+    rows, start = out.shape[0], ptr[0]
+    parts = max(1, (ptr[rows] - start) // (rows * _SPAN))
+    for part in range(parts):
+        for i in range(rows):
+            a, b = _part(ptr, i, part, parts)
+            _sums(weights[a - start : b - start], y, indices[a:b], out[i])
+
+
+# ---- kernels: tasks are dealt in turn, so that heads of unequal density balance ----
+
+
+@kernel
+def scores_kernel(tasks, rows, workers, q, k, graphs, group, scale, out):
+    indptr, indices, _ = graphs
+    for worker in numba.prange(workers):
+        for task in range(worker, tasks, workers):
+            t, first, last = _block(task, rows, q.shape[1])
+            r, u = _graph(t, graphs)
+            ptr = indptr[r, first : last + 1]
+            _block_dots(q[t, first:last], k[t // group], ptr, indices, scale, out[u, ptr[0] : ptr[-1]])
+
+
+@kernel
+def sum_kernel(tasks, rows, workers, weights, y, graphs, spread, gather, out):
+    """out[t] = the sums of instances t·gather … of y: `spread` instances read one y, `gather` of them make one out."""
+    indptr, indices, _ = graphs
+    for worker in numba.prange(workers):
+        for task in range(worker, tasks, workers):
+            t, first, last = _block(task, rows, out.shape[1])
+            out[t, first:last] = 0
+            for instance in range(t * gather, (t + 1) * gather):
+                r, u = _graph(instance, graphs)
+                ptr = indptr[r, first : last + 1]
+                _block_sums(weights[u, ptr[0] : ptr[-1]], y[instance // spread], ptr, indices, out[t, first:last])
+
+
+@kernel
+def attention_kernel(tasks, rows, workers, q, k, v, graphs, places, drop, scale, out):
+    indptr, indices, _ = graphs
+    heads, group, before, real = places
+    seed, rate, numbers, columns = drop
+    for worker in numba.prange(workers):
+        for task in range(worker, tasks, workers):
+            t, first, last = _block(task, rows, q.shape[1])
+            r, _u = _graph(t, graphs)
+            ptr = indptr[r, first : last + 1]
+            start, b = ptr[0], (before + t) // heads
+            p = np.empty(ptr[-1] - start, q.dtype)
+            _block_dots(q[t, first:last], k[t // group], ptr, indices, scale, p)
+            for i in range(last - first):
+                row, keys = p[ptr[i] - start : ptr[i + 1] - start], indices[ptr[i] : ptr[i + 1]]
+                if real.size:
+                    _hide(row, keys, real[b])
+                _softmax(row)
+                if rate > 0:
+                    _drop(row, keys, stream(seed, before + t, numbers[b, first + i]), rate, columns[b])
+            out[t, first:last] = 0
+            _block_sums(p, v[t // group], ptr, indices, out[t, first:last])
+
+
+@kernel
+def softmax_backward_kernel(tasks, rows, workers, s, dp, graphs, n, places, drop, scale, mode, reach, credit):
+    """See `_softmax_backward`; edges |i - j| ≤ reach get no credit."""
+    indptr, indices, _ = graphs
+    heads, _group, before, real = places
+    seed, rate, numbers, columns = drop
+    for worker in numba.prange(workers):
+        for task in range(worker, tasks, workers):
+            t, first, last = _block(task, rows, n)
+            r, u = _graph(t, graphs)
+            b = (before + t) // heads
+            for i in range(first, last):
+                start, stop = indptr[r, i], indptr[r, i + 1]
+                keys, given = indices[start:stop], credit[u if mode else 0, start:stop]
+                state = stream(seed, before + t, numbers[b, i]) if rate > 0 else np.uint64(0)
+                seen = columns[b] if rate > 0 else columns[0]
+                p = s[u, start:stop].copy()
+                if real.size:
+                    _hide(p, keys, real[b])
+                _softmax(p)
+                _softmax_backward(p, s[u, start:stop], dp[u, start:stop], keys, drop, state, seen, scale, mode, given)
+                if mode and reach >= 0:
+                    for e in range(keys.size):
+                        if abs(keys[e] - i) <= reach:
+                            given[e] = 0
+
+
+@kernel
+def transpose_kernel(indptr, indices, offsets, queries, slots):
+    """Counting sort of every graph by key; offsets start as zeros."""
+    for r in numba.prange(indptr.shape[0]):
+        for e in range(indptr[r, 0], indptr[r, -1]):
+            offsets[r, indices[e] + 1] += 1
+        offsets[r, 0] = indptr[r, 0]
+        for j in range(offsets.shape[1] - 1):
+            offsets[r, j + 1] += offsets[r, j]
+        free = offsets[r].copy()
+        for i in range(indptr.shape[1] - 1):
+            for e in range(indptr[r, i], indptr[r, i + 1]):
+                slot = free[indices[e]]
+                queries[slot], slots[e] = i, slot
+                free[indices[e]] += 1
+
+
+@kernel
+def move_kernel(workers, x, slots, out):
+    """Numbers per edge in the order of the transposed list, written to their slots as the rows go.
+
+    All rows together write a few lines of cache per key. Reading them key after key would fetch a line per edge.
+    """
+    for worker in numba.prange(workers):
+        first, last = slots.size * worker // workers, slots.size * (worker + 1) // workers
+        for u in range(x.shape[0]):
+            for e in range(first, last):
+                out[u, slots[e]] = x[u, e]
