@@ -32,14 +32,13 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out (G, n, d) and its logsumexp (G, n), -inf where a query sees nothing."""
     g, n, d = q.shape
-    layout, factors = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
+    layout, dropped = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
     flat, tokens = _flat(q * scale), [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
     out, lse = q.new_zeros(g * n + 1, d), q.new_full((g * n + 1,), -torch.inf)  # the last one is nobody's
     for tiles, source in layout.tiles(last_asks, bool(keys[1:])):
         k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
         p, here = _softmax(tiles, _take(flat, tiles.rows), k)
-        drop = factors(tiles, source)
-        _absorb(out, lse, tiles.rows, torch.bmm(p if drop is None else p.mul_(drop), v), here)
+        _absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
     return out[:-1].view(g, n, d), lse[:-1].view(g, n)
 
 
@@ -61,7 +60,7 @@ def attention_backward(
     dropout: float,
 ) -> list[Tensor]:
     """Gradients of q, of all keys, of all values: with p = exp(s - lse), ds = p·(grad·v - grad·out)."""
-    layout, factors = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
+    layout, dropped = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
     delta = torch.cat(((grad * out).sum(-1).flatten(), grad.new_zeros(1)))[:, None]  # (N + 1, 1)
     lse = torch.cat((lse.masked_fill(lse == -torch.inf, torch.inf).flatten(), lse.new_full((1,), torch.inf)))[:, None]
     found = [x.new_zeros(x.shape[0] * x.shape[1] + 1, x.shape[2]) for x in (q, *keys, *values)]
@@ -73,9 +72,9 @@ def attention_backward(
         a, g = _take(flat, tiles.rows), _take(upstream, tiles.rows)  # (S, R, d)
         p, here = _softmax(tiles, a, k)
         p.mul_((here - _take(lse, tiles.rows)).exp_())
-        dp, drop = torch.bmm(g, v.mT), factors(tiles, source)  # (S, R, M)
-        ds = (dp if drop is None else dp.mul_(drop)).sub_(_take(delta, tiles.rows)).mul_(p)
-        p = p if drop is None else p.mul_(drop)
+        dp = dropped(torch.bmm(g, v.mT), tiles, source)  # (S, R, M)
+        ds = dp.sub_(_take(delta, tiles.rows)).mul_(p)
+        p = dropped(p, tiles, source)
         _add(dq, tiles.rows, torch.bmm(ds, k))
         _add(dkv[source], tiles.keys, torch.bmm(ds.mT, a))  # a has the scale
         _add(dkv[len(keys) + source], tiles.keys, torch.bmm(p.mT, g))
@@ -122,20 +121,21 @@ def _absorb(out: Tensor, lse: Tensor, rows: Tensor, new: Tensor, here: Tensor) -
     lse.index_copy_(0, rows.flatten(), after.flatten())
 
 
-def _dropout(seed: Tensor | None, dropout: float, real: Tensor) -> Callable[[Tiles, int], Tensor | None]:
-    """What dropout multiplies the weights of a tile with. A summary has a number of its own beside its token's."""
+def _dropout(seed: Tensor | None, dropout: float, real: Tensor) -> Callable[[Tensor, Tiles, int], Tensor]:
+    """A function that drops weights of a tile, in place. A summary has a number of its own beside its token's."""
     if not dropout or seed is None:
-        return lambda tiles, source: None
+        return lambda p, tiles, source: p
     g, n = real.shape
     numbers, columns = ranks(real, g, n, n, real.device)  # (G, n)
     instance = torch.arange(g, device=real.device)[:, None]
     rows = _behind(streams(dropout_seed(seed.to(real.device)), instance, numbers))
     columns = _behind(columns)
 
-    def factors(tiles: Tiles, source: int) -> Tensor:
-        return dropout_blocks(rows[tiles.rows], columns[tiles.keys] + source * n, dropout)
+    def dropped(p: Tensor, tiles: Tiles, source: int) -> Tensor:
+        gone = dropout_blocks(rows[tiles.rows], columns[tiles.keys] + source * n, dropout)
+        return p.masked_fill_(gone, 0).mul_(1 / (1 - dropout))
 
-    return factors
+    return dropped
 
 
 def _behind(x: Tensor) -> Tensor:

@@ -68,12 +68,12 @@ def edge_mapped_attention(
     _check(edges, q=q, k=k, v=v)
     seed = _check_random(edges, q, key_mask, dropout, seed)
     k, v = _without_padding(key_mask, k, v)
-    batch, heads = q.shape[:2]
+    heads = q.shape[1]
     allowed = reference.real_edges(edges, key_mask, heads)  # (B·H // g, E)
     scores = edge_scores(q, k, edges, scale=scale)
     weights = edge_map(scores, edges, probability_map, heads, allowed=allowed, buckets=buckets)
     if dropout:
-        weights = weights * reference.edge_dropout(edges, seed, dropout, key_mask, batch, heads).to(weights.dtype)
+        weights = weights * reference.edge_dropout(edges, seed, dropout, key_mask, q.shape[:2], weights.dtype)
     return edge_sum(weights, v, edges, heads)
 
 

@@ -45,7 +45,7 @@ def attention(
         edges = EdgeList(indptr, indices, k.shape[2])
         p = edges_room.softmax(edges_room.scores(q, k, indptr, indices, 1, scale), edges)
         if dropout:
-            p = p * edges_room.edge_dropout(edges, seed, dropout, key_mask, *q.shape[:2]).to(p)
+            p = p * edges_room.edge_dropout(edges, seed, dropout, key_mask, q.shape[:2], p.dtype)
         parts.append(edges_room.sums(p, v, indptr, indices, 1, q.shape[1], k.shape[2], False))
     return sum(parts[1:], parts[0])
 
@@ -131,7 +131,7 @@ def dense_dropout(q: Tensor, k: Tensor, key_mask: Tensor | None, seed: Tensor | 
     numbers, columns = ranks(key_mask, batch, n, m, q.device)
     instance = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
     pairs = numbers[:, None, :, None], columns[:, None, None]
-    return dropout_factors(seed.to(q.device), dropout, instance, *pairs).to(q.dtype)
+    return dropout_factors(seed.to(q.device), dropout, instance, *pairs, q.dtype)
 
 
 # ---- the gradient of p ----
