@@ -89,8 +89,8 @@ def _save_attention(ctx, inputs, output):
 
 
 def _attention_grad(ctx, grad, _):
-    q, out, lse, *layout = ctx.saved_tensors[:7]
-    rest = ctx.saved_tensors[7:]
+    q, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint hands them over only once
+    layout, rest = rest[:4], rest[4:]
     m = len(rest) // 2
     dq, *dkv = attention_backward_op(grad, q, rest[:m], rest[m:], out, lse, *layout, *ctx.settings)
     return dq, dkv[:m], dkv[m:], *[None] * 9

@@ -132,7 +132,8 @@ def _dropout(seed: Tensor | None, dropout: float, real: Tensor) -> Callable[[Ten
     columns = _behind(columns)
 
     def dropped(p: Tensor, tiles: Tiles, source: int) -> Tensor:
-        gone = dropout_blocks(rows[tiles.rows], columns[tiles.keys] + source * n, dropout)
+        numbers = ~columns[tiles.keys] if source else columns[tiles.keys]
+        gone = dropout_blocks(rows[tiles.rows], numbers, dropout)
         return p.masked_fill_(gone, 0).mul_(1 / (1 - dropout))
 
     return dropped
