@@ -1,7 +1,7 @@
 """Attention in clusters by products of small matrices, on any device.
 
 Masks and scores live for one batch of tiles of at most `layout.BATCH` scores; the backward makes them anew from the
-logsumexp. Tokens are numbered through all sequences; behind the last one stands nobody, whose key and value are 0.
+logsumexp. Tokens are numbered through all sequences; behind the last one stands nobody.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def attention(
     """out (G, n, d) and its logsumexp (G, n), -inf where a query sees nothing."""
     g, n, d = q.shape
     layout, dropped = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
-    flat, tokens = _flat(q * scale), [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
+    flat, tokens = _flat(q), [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
     out, lse = q.new_zeros(g * n + 1, d), q.new_full((g * n + 1,), -torch.inf)  # the last one is nobody's
     for tiles, source in layout.tiles(last_asks, bool(keys[1:])):
         k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
-        p, here = _softmax(tiles, _take(flat, tiles.rows), k)
+        p, here = _softmax(tiles, _take(flat, tiles.rows), k, scale)
         _absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
     return out[:-1].view(g, n, d), lse[:-1].view(g, n)
 
@@ -65,31 +65,34 @@ def attention_backward(
     lse = torch.cat((lse.masked_fill(lse == -torch.inf, torch.inf).flatten(), lse.new_full((1,), torch.inf)))[:, None]
     found = [x.new_zeros(x.shape[0] * x.shape[1] + 1, x.shape[2]) for x in (q, *keys, *values)]
     dq, *dkv = found
-    flat, upstream = _flat(q * scale), _flat(grad)
+    flat, upstream = _flat(q), _flat(grad)
     tokens = [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
     for tiles, source in layout.tiles(last_asks, bool(keys[1:])):
         k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
         a, g = _take(flat, tiles.rows), _take(upstream, tiles.rows)  # (S, R, d)
-        p, here = _softmax(tiles, a, k)
+        p, here = _softmax(tiles, a, k, scale)
         p.mul_((here - _take(lse, tiles.rows)).exp_())
         dp = dropped(torch.bmm(g, v.mT), tiles, source)  # (S, R, M)
-        ds = dp.sub_(_take(delta, tiles.rows)).mul_(p)
+        ds = dp.sub_(_take(delta, tiles.rows)).mul_(p).mul_(scale)
         p = dropped(p, tiles, source)
         _add(dq, tiles.rows, torch.bmm(ds, k))
-        _add(dkv[source], tiles.keys, torch.bmm(ds.mT, a))  # a has the scale
+        _add(dkv[source], tiles.keys, torch.bmm(ds.mT, a))
         _add(dkv[len(keys) + source], tiles.keys, torch.bmm(p.mT, g))
-    dq.mul_(scale)
     return [x[:-1].view(like.shape) for x, like in zip(found, (q, *keys, *values), strict=True)]
 
 
 def _flat(x: Tensor) -> Tensor:
-    """(G, n, d) → (G·n + 1, d), nobody behind the last token."""
-    return torch.cat((x.flatten(0, 1), x.new_zeros(1, x.shape[2])))
+    """(G, n, d) → (G·n, d), with a row of 0 behind it for nobody where the last token would not do.
+
+    What nobody has is multiplied by 0: any finite number does, and saves a copy.
+    """
+    flat = x.flatten(0, 1)
+    return flat if bool(flat[-1].isfinite().all()) else torch.cat((flat, flat.new_zeros(1, x.shape[2])))
 
 
 def _take(x: Tensor, where: Tensor) -> Tensor:
-    """x (N + 1, …) at `where` (S, R): (S, R, …)."""
-    return x.index_select(0, where.flatten()).unflatten(0, where.shape)
+    """x (N or N + 1, …) at `where` (S, R): (S, R, …)."""
+    return x.index_select(0, where.flatten().clamp(max=len(x) - 1)).unflatten(0, where.shape)
 
 
 def _add(total: Tensor, where: Tensor, change: Tensor) -> None:
@@ -97,13 +100,14 @@ def _add(total: Tensor, where: Tensor, change: Tensor) -> None:
     total.index_add_(0, where.flatten(), change.flatten(0, 1))
 
 
-def _softmax(tiles: Tiles, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _softmax(tiles: Tiles, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax over the keys of the tile (S, R, M) and its logsumexp (S, R, 1), -inf where none is seen.
 
     The largest weight is 1 / Σ exp(s - top), hence the logsumexp. A row that sees nothing has weights that count for
     nothing: they are merged with the logsumexp.
     """
-    s = torch.bmm(q, k.mT).masked_fill_(tiles.hidden, -torch.inf)
+    hidden = tiles.hidden.to(q.dtype).mul_(torch.finfo(q.dtype).min).mul_(2)  # 0 or -inf, faster than masked_fill_
+    s = torch.baddbmm(hidden, q, k.mT, alpha=scale)
     top = s.amax(-1, keepdim=True)
     empty = top == -torch.inf
     s[..., :1].masked_fill_(empty, 0)
