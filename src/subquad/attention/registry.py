@@ -35,6 +35,7 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "combiner-routing": "subquad.attention.combiner_routing:CombinerRouting",
     "combiner-tree": "subquad.attention.combiner_plans:CombinerTree",
     "combiner-plan": "subquad.attention.combiner_plan:CombinerPlan",
+    "routing": "subquad.attention.routing:Routing",
     "sbm": "subquad.attention.sbm:Sbm",
 }
 

@@ -91,10 +91,12 @@ def chances(state: Tensor, columns: Tensor) -> Tensor:
     return (x >> 1).to(torch.float32) * 2.0**-31
 
 
-def dropout_factors(seed: Tensor, dropout: float, instances: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """0 where a pair is dropped, 1 / (1 - dropout) where it is kept: float32 of the broadcast shape."""
+def dropout_factors(
+    seed: Tensor, dropout: float, instances: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """0 where a pair is dropped, 1 / (1 - dropout) where it is kept, of the broadcast shape."""
     kept = chances(streams(dropout_seed(seed), instances, rows), columns) >= dropout
-    return kept / (1 - dropout)
+    return kept.to(dtype) * (1 / (1 - dropout))
 
 
 def ranks(key_mask: Tensor | None, batch: int, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from numba.extending import overload
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # without nnan and ninf: -inf and NaN keep their meaning
-inline = numba.njit(fastmath=FAST, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inline = numba.njit(fastmath=FAST, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 kernel = numba.njit(fastmath=FAST, error_model="numpy", parallel=True, cache=True)
 
 _one_at_a_time = threading.RLock()
@@ -45,7 +45,7 @@ def launch() -> Iterator[int]:
         )
     with _guard():
         before = numba.get_num_threads()
-        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
         numba.set_num_threads(threads)
         try:
             yield threads

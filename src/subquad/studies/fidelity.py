@@ -70,8 +70,12 @@ def distances(spec: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple
     exact = attention("full", **shape).weights(q, k)  # (B, H, n, n)
     module = attention(spec, **shape).to(q.dtype).eval()
     if isinstance(module, CombinerRouting):  # clusters are learned: give them ten steps of k-means
+        module.train()
         for _ in range(10):
-            module.learn(q, k, module.assign(q, k), None)
+            _, record = module.observe(q, k, v)
+            assert record.statistics is not None
+            module.update(record.statistics)
+        module.eval()
     found = module.weights(q, k)
     variation = (found - exact).abs().sum(-1).mean() / 2
     error = ((found - exact) @ v).norm() / (exact @ v).norm()

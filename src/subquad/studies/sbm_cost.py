@@ -22,6 +22,7 @@ from typing import Annotated, Any, cast
 import torch
 import typer
 
+from subquad.attention.base import Record
 from subquad.attention.registry import attention
 from subquad.attention.sbm import Sbm
 from subquad.core import memory
@@ -46,14 +47,17 @@ def step_cost(n: int, degree: float, heads: int = 8, head_dim: int = 64, repeats
     """In this process: n, edges of all heads, seconds and bytes of a step."""
     torch.manual_seed(0)
     layer = cast(Sbm, attention("sbm", num_heads=heads, head_dim=head_dim, exploration=0.0))
+    records: list[Record] = []
 
     def step(tokens: int) -> float:
         """The CPU seconds of one step; inputs are made before."""
         set_density(layer, min(0.9, degree / tokens))
         xs = [torch.randn(1, heads, tokens, head_dim, requires_grad=True) for _ in range(3)]
         start = time.process_time()
-        layer(*xs).sum().backward()
+        out, record = layer.observe(*xs)
+        out.sum().backward()
         layer.zero_grad()
+        records.append(record)
         return time.process_time() - start
 
     step(LENGTHS[0])  # loads what is loaded once
@@ -61,8 +65,10 @@ def step_cost(n: int, degree: float, heads: int = 8, head_dim: int = 64, repeats
     first = step(n)
     grown = memory.peak() - before - 3 * heads * n * head_dim * 4  # without the inputs
     seconds = min([first, *(step(n) for _ in range(repeats))])
-    edges = layer.last_statistics["edges"]
-    return {"n": n, "edges": edges, "seconds": seconds, "bytes": grown, "path": layer.last_path}
+    density, path = records[-1].density, records[-1].path
+    assert density is not None
+    edges = round(float(density.double().sum()) * n * n)
+    return {"n": n, "edges": edges, "seconds": seconds, "bytes": grown, "path": path}
 
 
 def run(lengths: Sequence[int] = LENGTHS, degree: float = 64, repeats: int = 3) -> list[dict[str, Any]]:

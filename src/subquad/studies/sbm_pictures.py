@@ -6,16 +6,62 @@ trains a small encoder and draws what its heads have learned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from subquad.attention.sbm import Sbm, sbm_layers
+from subquad.attention.base import Call, Record
+from subquad.attention.sbm import Sbm
+
+
+class SampledCall(NamedTuple):
+    """What one SBM layer was called with, and the record of the call."""
+
+    layer: Sbm
+    q: Tensor
+    k: Tensor
+    call: Call
+    record: Record
+
+    def mask(self) -> Tensor:
+        """The graphs of this call, bool (B, H, n, m)."""
+        return self.layer.graph(self.q, self.k, self.call.key_mask, self.call.seed)
+
+    def expected(self) -> Tensor:
+        """P(edge) in this call, (B, H, n, m)."""
+        return self.layer.expected(self.q, self.k, self.call.key_mask)
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[list[SampledCall]]:
+    """The calls of the model's SBM layers, in order, as long as the context lasts."""
+    layers = [module for module in model.modules() if isinstance(module, Sbm)]
+    if not layers:
+        raise ValueError("model has no SBM attention: there is nothing to draw")
+    calls: list[SampledCall] = []
+
+    def watch(layer: Sbm) -> None:
+        def attend_observed(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Record]:
+            out, record = Sbm.attend_observed(layer, q, k, v, call)
+            calls.append(SampledCall(layer, q, k, call, record))
+            return out, record
+
+        layer.__dict__["attend_observed"] = attend_observed
+        layer.__dict__["attend"] = lambda *given: attend_observed(*given)[0]
+
+    for layer in layers:
+        watch(layer)
+    try:
+        yield calls
+    finally:
+        for layer in layers:
+            del layer.__dict__["attend_observed"], layer.__dict__["attend"]
 
 
 def _figure(columns: int, rows: int = 1, size: float = 2.6):
@@ -76,8 +122,7 @@ def draw_placements(path: Path) -> Path:
 @torch.no_grad()
 def masks(attention: Sbm, q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Expected and sampled masks, (B, H, n, m) each."""
-    drawn = attention.draw_mask(*attention.memberships(q, k), key_mask)
-    return attention.expected_mask(q, k, key_mask), drawn
+    return attention.expected(q, k, key_mask), attention.graph(q, k, key_mask)
 
 
 def draw_masks(attention: Sbm, q: Tensor, k: Tensor, path: Path, key_mask: Tensor | None = None) -> Path:
@@ -98,13 +143,11 @@ def draw_masks(attention: Sbm, q: Tensor, k: Tensor, path: Path, key_mask: Tenso
 @torch.no_grad()
 def densities(model: nn.Module, batches: Iterable[tuple]) -> Tensor:
     """Density per call, layer and head, (batches, L, H): `model(*batch)` is called once for each batch."""
-    layers = sbm_layers(model)
-    if not layers:
-        raise ValueError("model has no SBM attention: there is no density to draw")
     found = []
     for batch in batches:
-        model(*batch)
-        found.append(torch.stack([layer.last_density for layer in layers]))  # (L, H)
+        with watched(model) as calls:
+            model(*batch)
+        found.append(torch.stack([call.record.density for call in calls]))  # (L, H)
     if not found:
         raise ValueError("batches is empty: at least one batch is needed")
     return torch.stack(found)
@@ -129,8 +172,9 @@ def draw_densities(models: Mapping[str, Tensor], path: Path) -> Path:
 @torch.no_grad()
 def attended(model: nn.Module, batch: tuple) -> list[Tensor]:
     """How often each token is attended to, one (B, H, m) in [0, 1] per SBM layer, from one call of the model."""
-    model(*batch)
-    return [layer.last_mask().float().mean(2) for layer in sbm_layers(model)]
+    with watched(model) as calls:
+        model(*batch)
+    return [call.mask().float().mean(2) for call in calls]
 
 
 def draw_attended(model: nn.Module, batch: tuple, path: Path, height: int, sequence: int = 0) -> Path:
@@ -194,14 +238,16 @@ def draw_trained(model: nn.Module, path: Path, length: int = 32, seed: int = 1) 
     batches = sequences(16, length, 20, seed)
     found = densities(model, [(tokens,) for tokens, _ in batches])  # (batches, L, H)
     right = torch.stack([(model(x).logits.argmax(-1) == labels).float().mean() for x, labels in batches]).mean()
-    model(batches[0][0][:1].sort(1)[0])
+    with watched(model) as calls:
+        model(batches[0][0][:1].sort(1)[0])
     layers, heads = found.shape[1:]
     figure = Figure(figsize=(2.3 * heads + 3.2, 4.4 * layers + 0.3), layout="constrained")
     pictures, chart = figure.subfigures(1, 2, width_ratios=(2.3 * heads, 3.2))
     axes = pictures.subplots(2 * layers, heads, squeeze=False)
-    for row, layer in enumerate(sbm_layers(model)):
+    for row, call in enumerate(calls):
+        expected, sampled = call.expected()[0], call.mask()[0]  # (H, n, n)
         for head in range(heads):
-            p, mask = layer.last_expected()[0, head], layer.last_mask()[0, head]
+            p, mask = expected[head], sampled[head]
             _show(axes[2 * row][head], p, f"layer {row + 1}, head {head + 1}: expected {p.mean():.2f}")
             _show(axes[2 * row + 1][head], mask, f"sampled {mask.float().mean():.2f}")
     for axis, layer_densities, row in zip(chart.subplots(layers, 1), found.unbind(1), range(layers), strict=True):

@@ -14,15 +14,14 @@ COUNTED = 4096  # longer supports are not written out: the count of this length 
 
 
 def connections(model: nn.Module, n: int) -> float:
-    """Mean over the layers at length n, after a call (sampled graphs count the edges of the last one)."""
+    """Mean over the layers at length n (sampled graphs count the edges that random tokens would have)."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     return sum(of_mechanism(layer, n) for layer in layers) / max(len(layers), 1)
 
 
 def of_mechanism(layer: Attention, n: int) -> float:
     if isinstance(layer, Sbm):
-        possible = n * (n + 1) / 2 if layer.options.causal else n * n
-        return float(layer.last_density.mean()) * possible
+        return layer.connections(n)
     if isinstance(layer, CompositeSlice):
         return _slices(layer, n)
     if n > COUNTED:

@@ -1,8 +1,8 @@
 """The operators of the edge room on a CPU: arrays for the loops, in and out.
 
-Scores, sums and transposed sums are each other's derivatives. dk and dv are sums over the transposed list, so that every
-row is written by one task: no atomics, no private copies. The backward pass recomputes p from the row maximum. A stored
-logsumexp would be cheaper by little and, at logits of 1e4 in float32, wrong in the third digit of p.
+Scores, sums and transposed sums are each other's derivatives. dk and dv are sums over the transposed list, so that
+every row is written by one task: no atomics, no private copies. The backward pass recomputes p from the row maximum. A
+stored logsumexp would be cheaper by little and, at logits of 1e4 in float32, wrong in the third digit of p.
 """
 
 from __future__ import annotations

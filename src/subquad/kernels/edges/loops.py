@@ -89,19 +89,31 @@ def _softmax(row):
 
 
 @inline
-def _drop(row, keys, state, rate, columns):
-    """Multiply by the dropout of these keys; `state` is the row's random stream."""
+def _factors(keys, state, rate, columns, like):
+    """What dropout multiplies the weights of these keys with; empty without dropout. `state`: the row's stream."""
+    if rate == 0:
+        return np.empty(0, like.dtype)
     a, b = halves(state)
-    kept = row.dtype.type(1 / (1 - rate))
-    for e in range(row.size):
-        row[e] = row[e] * kept if chance(a, b, columns[keys[e]]) >= np.float32(rate) else row.dtype.type(0)
+    kept, nothing, limit = like.dtype.type(1 / (1 - rate)), like.dtype.type(0), np.float32(rate)
+    numbers, factors = np.empty(keys.size, np.uint32), np.empty(keys.size, like.dtype)
+    for e in range(keys.size):
+        numbers[e] = columns[keys[e]]
+    for e in range(keys.size):  # apart from the fetching, so that it is vectorised
+        factors[e] = kept if chance(a, b, numbers[e]) >= limit else nothing
+    return factors
 
 
 @inline
-def _softmax_backward(p, s, dp, keys, drop, state, columns, scale, mode, credit):
+def _multiply(x, y):
+    """In place; an empty y is 1."""
+    for e in range(y.size):
+        x[e] *= y[e]
+
+
+@inline
+def _softmax_backward(p, s, dp, factors, scale, mode, credit):
     """p = the weights, dp = dout·v. s becomes dL/d(q·k), to sum dq and dk; dp becomes p · dropout, to sum dv."""
-    if drop[1] > 0:
-        _drop(dp, keys, state, drop[1], columns)
+    _multiply(dp, factors)
     mean = s.dtype.type(0)
     for e in range(s.size):
         mean += p[e] * dp[e]
@@ -117,8 +129,7 @@ def _softmax_backward(p, s, dp, keys, drop, state, columns, scale, mode, credit)
     for e in range(s.size):
         s[e] = dp[e] * scale
         dp[e] = p[e]
-    if drop[1] > 0:
-        _drop(dp, keys, state, drop[1], columns)
+    _multiply(dp, factors)
 
 
 # ---- a block of rows ----
@@ -215,7 +226,8 @@ def attention_kernel(tasks, rows, workers, q, k, v, graphs, places, drop, scale,
                     _hide(row, keys, real[b])
                 _softmax(row)
                 if rate > 0:
-                    _drop(row, keys, stream(seed, before + t, numbers[b, first + i]), rate, columns[b])
+                    state = stream(seed, before + t, numbers[b, first + i])
+                    _multiply(row, _factors(keys, state, rate, columns[b], row))
             out[t, first:last] = 0
             _block_sums(p, v[t // group], ptr, indices, out[t, first:last])
 
@@ -234,13 +246,14 @@ def softmax_backward_kernel(tasks, rows, workers, s, dp, graphs, n, places, drop
             for i in range(first, last):
                 start, stop = indptr[r, i], indptr[r, i + 1]
                 keys, given = indices[start:stop], credit[u if mode else 0, start:stop]
-                state = stream(seed, before + t, numbers[b, i]) if rate > 0 else np.uint64(0)
-                seen = columns[b] if rate > 0 else columns[0]
                 p = s[u, start:stop].copy()
                 if real.size:
                     _hide(p, keys, real[b])
                 _softmax(p)
-                _softmax_backward(p, s[u, start:stop], dp[u, start:stop], keys, drop, state, seen, scale, mode, given)
+                factors = p[:0]
+                if rate > 0:
+                    factors = _factors(keys, stream(seed, before + t, numbers[b, i]), rate, columns[b], p)
+                _softmax_backward(p, s[u, start:stop], dp[u, start:stop], factors, scale, mode, given)
                 if mode and reach >= 0:
                     for e in range(keys.size):
                         if abs(keys[e] - i) <= reach:

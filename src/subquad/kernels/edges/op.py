@@ -40,8 +40,8 @@ def edge_attention(
 ) -> Tensor:
     """Softmax attention over the edges: q (B, H, n, d), k (B, H/g, m, d), v (B, H/g, m, d') → (B, H, n, d').
 
-    g query heads in a row share a key head. `key_mask` bool (B, m), True = a real key; what stands at other keys does not
-    matter. Dropout follows `seed`, int64 (). Half precision is computed in float32. There is no second derivative.
+    g query heads in a row share a key head. `key_mask` bool (B, m), True = a real key; what stands at other keys does
+    not matter. Dropout follows `seed`, int64 (). Half precision is computed in float32. There is no second derivative.
     """
     _check(edges, q=q, k=k, v=v)
     seed = _check_random(edges, q, key_mask, dropout, seed)
@@ -68,12 +68,12 @@ def edge_mapped_attention(
     _check(edges, q=q, k=k, v=v)
     seed = _check_random(edges, q, key_mask, dropout, seed)
     k, v = _without_padding(key_mask, k, v)
-    batch, heads = q.shape[:2]
+    heads = q.shape[1]
     allowed = reference.real_edges(edges, key_mask, heads)  # (B·H // g, E)
     scores = edge_scores(q, k, edges, scale=scale)
     weights = edge_map(scores, edges, probability_map, heads, allowed=allowed, buckets=buckets)
     if dropout:
-        weights = weights * reference.edge_dropout(edges, seed, dropout, key_mask, batch, heads).to(weights.dtype)
+        weights = weights * reference.edge_dropout(edges, seed, dropout, key_mask, q.shape[:2], weights.dtype)
     return edge_sum(weights, v, edges, heads)
 
 

@@ -22,7 +22,8 @@ def scores(q: Tensor, k: Tensor, indptr: Tensor, indices: Tensor, share: int, sc
 def sums(
     w: Tensor, x: Tensor, indptr: Tensor, indices: Tensor, share: int, heads: int, num_keys: int, transposed: bool
 ) -> Tensor:
-    """Σ_e w_e x_j for each row i of `heads` query heads; transposed: Σ_e w_e x_i for each key j of `heads` key heads."""
+    """Σ_e w_e x_j for each row i of `heads` query heads; transposed: Σ_e w_e x_i for each key j of `heads` key
+    heads."""
     edges = EdgeList(indptr, indices, num_keys, share)
     source, target = (edges.rows, _keys(edges)) if transposed else (_keys(edges), edges.rows)
     x = x if transposed else _repeated(x, heads)  # (B, H, n or m, d)
@@ -49,7 +50,7 @@ def attention(
     """Softmax over each row's edges to real keys, dropout, and the sum of the values: (B, H, n, d')."""
     edges = EdgeList(indptr, indices, k.shape[2], share)
     p = softmax(scores(q, k, indptr, indices, share, scale), edges, real_edges(edges, key_mask, q.shape[1]))
-    p = p if not dropout else p * edge_dropout(edges, seed, dropout, key_mask, q.shape[0], q.shape[1]).to(p)
+    p = p if not dropout else p * edge_dropout(edges, seed, dropout, key_mask, q.shape[:2], p.dtype)
     return sums(p, v, indptr, indices, share, q.shape[1], k.shape[2], False)
 
 
@@ -78,10 +79,10 @@ def attention_backward(
 
 def row_gradients(dout, q, k, v, edges: EdgeList, key_mask, seed, scale, dropout) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers per edge: the weights after dropout, dL/ds = p·(drop·dout·v - Σ p·drop·dout·v), and the scores s."""
-    lists, (batch, heads) = (edges.indptr, edges.indices, edges.share), q.shape[:2]
+    lists, heads = (edges.indptr, edges.indices, edges.share), q.shape[1]
     s = scores(q, k, *lists, scale)
     p = softmax(s, edges, real_edges(edges, key_mask, heads))
-    drop = edge_dropout(edges, seed, dropout, key_mask, batch, heads).to(p) if dropout else 1.0
+    drop = edge_dropout(edges, seed, dropout, key_mask, q.shape[:2], p.dtype) if dropout else 1.0
     dp, rows = scores(dout, v, *lists, 1.0) * drop, edges.rows.expand_as(p)
     mean = p.new_zeros(p.shape[0], edges.num_graphs * edges.num_queries).scatter_add(1, rows, p * dp)
     return p * drop, p * (dp - mean.gather(1, rows)), s
@@ -106,15 +107,15 @@ def real_edges(edges: EdgeList, key_mask: Tensor | None, heads: int) -> Tensor |
 
 
 def edge_dropout(
-    edges: EdgeList, seed: Tensor | None, dropout: float, key_mask: Tensor | None, batch: int, heads: int
+    edges: EdgeList, seed: Tensor | None, dropout: float, key_mask: Tensor | None, shape: tuple[int, int], dtype
 ) -> Tensor:
-    """0 where an edge is dropped, 1 / (1 - dropout) where it is kept: float32 (B·H // g, E)."""
+    """0 where an edge is dropped, 1 / (1 - dropout) where it is kept, (B·H // g, E); `shape` is (B, H)."""
     assert seed is not None
-    n, m, device = edges.num_queries, edges.num_keys, edges.indices.device
+    n, m, device, (batch, heads) = edges.num_queries, edges.num_keys, edges.indices.device, shape
     numbers, columns = ranks(key_mask, batch, n, m, device)  # (B, n), (B, m)
     instance = _instances(edges, batch, heads)
     row, column = numbers[instance // heads, edges.rows % n], columns[instance // heads, edges.indices.long()]
-    return dropout_factors(seed.to(device), dropout, instance, row, column)
+    return dropout_factors(seed.to(device), dropout, instance, row, column, dtype)
 
 
 def _instances(edges: EdgeList, batch: int, heads: int) -> Tensor:

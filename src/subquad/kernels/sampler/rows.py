@@ -1,4 +1,4 @@
-"""The Numba side of `sampling`: random rows of edges, in parallel, each row from a random stream of its own."""
+"""The loops of the sampler, in Numba: random rows of edges, in parallel, each row from a random stream of its own."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import math
 
 import numba
 import numpy as np
-import torch
 
-from subquad.kernels.gated import pack
-from subquad.supports.drawing import mix
+from subquad.core.hashing import GAMMA, chance, halves, mix, stream
+from subquad.kernels.masks import pack
+from subquad.kernels.parallel import FAST, launch, run
 
-_inline = numba.njit(error_model="numpy")
-_fast = numba.njit(error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz"})
-_kernel = numba.njit(error_model="numpy", parallel=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_inline = numba.njit(error_model="numpy")  # exact arithmetic: a mistake of one ulp could move an edge
+_fast = numba.njit(error_model="numpy", fastmath=FAST)
+_kernel = numba.njit(error_model="numpy", parallel=True, cache=True, fastmath=FAST)
 _POINTS = 256  # points of a row that are settled together
 _ROWS = 64  # rows of a task: enough for their edges to be predictable in number, few enough to balance the threads
 
@@ -23,44 +22,17 @@ _ROWS = 64  # rows of a task: enough for their edges to be predictable in number
 
 
 @_kernel
-def _streams(seed, ids, heads, out):
+def streams(seed, ids, heads, out):
+    """The start of every row's stream, (B·H, n) uint64, from ids (B, n)."""
     for t in numba.prange(out.shape[0]):
-        graph = mix(np.uint64(seed) + _GAMMA * np.uint64(t + 1))
         for i in range(out.shape[1]):
-            out[t, i] = mix(graph + _GAMMA * np.uint64(ids[t // heads, i] + 1))
-
-
-def streams(seed: int, graphs: int, ids: np.ndarray, heads: int) -> np.ndarray:
-    """The start of every row's stream, (graphs, n) uint64, from ids (B, n)."""
-    out = np.empty((graphs, ids.shape[1]), np.uint64)
-    _streams(seed, ids, heads, out)
-    return out
+            out[t, i] = stream(seed, t, ids[t // heads, i])
 
 
 @_inline
 def _uniform(state):
-    """In (0, 1], so that its logarithm is finite. The caller advances the state by _GAMMA."""
+    """In (0, 1], so that its logarithm is finite. The caller advances the state by GAMMA."""
     return (np.float64(mix(state) >> np.uint64(11)) + 1.0) * 2.0**-53
-
-
-@_inline
-def _chance(a, b, j):
-    """A number in [0, 1] for entry j of a row, in 32-bit arithmetic that LLVM vectorises.
-
-    (a, b) are the two halves of the row's stream; b enters after the first round, so that no two rows share a stretch.
-    """
-    x = np.uint32(np.uint32(j) * np.uint32(0x9E3779B9) + a)
-    x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D))
-    x = np.uint32((x ^ (x >> np.uint32(15))) + b)
-    x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x846CA68B))
-    x = np.uint32((x ^ (x >> np.uint32(15))) * np.uint32(0x31848BAB))
-    x = np.uint32(x ^ (x >> np.uint32(14)))
-    return np.float32(np.int32(x >> np.uint32(1))) * np.float32(2.0**-31)
-
-
-@_inline
-def _halves(state):
-    return np.uint32(state & np.uint64(0xFFFFFFFF)), np.uint32(state >> np.uint64(32))
 
 
 # ---- rates and search tables ----------------------------------------------------------------------------------------
@@ -119,7 +91,7 @@ def tables(z: np.ndarray, needed: bool) -> tuple[np.ndarray, np.ndarray, np.ndar
     graphs, m, k = z.shape
     upto, guide, scale = np.empty((graphs, k, m + 1)), np.empty((graphs, k, m), np.int32), np.empty((graphs, k))
     if needed:
-        _tables(z, upto, guide, scale)
+        run(_tables, z, upto, guide, scale)
     return upto, guide, scale
 
 
@@ -173,7 +145,7 @@ def _propose(w, z, upto, guide, scale, tops, end, rank, boost, state, thin, poin
     """
     cluster, place = points
     count, waiting, stream = 0, 0, state
-    state += _GAMMA
+    state += GAMMA
     gap = -math.log(_uniform(state))
     for v in range(w.size):
         slope = boost * w[v]
@@ -185,7 +157,7 @@ def _propose(w, z, upto, guide, scale, tops, end, rank, boost, state, thin, poin
             cluster[waiting], place[waiting] = v, gap / slope
             waiting += 1
             count += 1
-            state += _GAMMA
+            state += GAMMA
             gap -= math.log(_uniform(state))
         gap -= length
     cluster, place = cluster[:waiting], place[:waiting]
@@ -210,11 +182,11 @@ def _settle(w, z, upto, guide, scale, end, rank, boost, stream, thin, cluster, p
         while j < end - 1 and upto[v, j + 1] <= place[e]:
             j += 1
         keys[e] = j if upto[v, j + 1] > upto[v, j] else -1  # (rounding could end on a last key that has no share)
-    a, b = _halves(stream)
+    a, b = halves(stream)
     for e in range(cluster.size):
         if keys[e] < 0:
             continue
-        u = np.float64(_chance(a, b, rank[keys[e]])) if thin else 0.0
+        u = np.float64(chance(a, b, rank[keys[e]])) if thin else 0.0
         if u * boost > 1.0:
             p = _dot(w, z[keys[e]])
             if u * -math.expm1(-boost * p) > p:
@@ -227,7 +199,7 @@ def _explore(listed, visible, exploration, state, words, summary):
     """Every visible key with probability δ: jump from one to the next."""
     stay, r = math.log1p(-exploration), 0.0
     while True:
-        state += _GAMMA
+        state += GAMMA
         r += math.floor(math.log(_uniform(state)) / stay)
         if r >= visible:
             return
@@ -238,12 +210,12 @@ def _explore(listed, visible, exploration, state, words, summary):
 @_inline
 def _look(w, z, real, rank, end, exploration, stream, words, summary):
     """A dense row: every key, with the same random numbers as `compare`."""
-    a, b = _halves(stream)
+    a, b = halves(stream)
     one, delta = w.dtype.type(1), w.dtype.type(exploration)
     for j in range(end):
         if real[j]:
             p = _dot(w, z[j])
-            if _chance(a, b, rank[j]) < p + delta * (one - p):
+            if chance(a, b, rank[j]) < p + delta * (one - p):
                 _add(words, summary, j)
 
 
@@ -303,15 +275,15 @@ def draw(chosen, places, where, expected: np.ndarray, degrees: np.ndarray, propo
     room = np.ceil(mean + 12 * np.sqrt(mean) + 64).astype(np.int64)
     starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(room)))
     buffer, counts = np.empty(starts[-1], np.int32), np.zeros(len(mean), np.int64)
-    workers = min(torch.get_num_threads(), numba.get_num_threads())
-    _draw(len(mean), workers, chosen, places, where, starts, buffer, degrees, counts)
+    with launch() as workers:
+        _draw(len(mean), workers, chosen, places, where, starts, buffer, degrees, counts)
     proposed += counts.reshape(graphs, -1).sum(1)
     sizes = np.add.reduceat(degrees, cuts, axis=1).reshape(-1)
     if (sizes > room).any():
         raise RuntimeError("more edges were sampled than twelve standard deviations allow: are w and z finite and ≥ 0?")
     ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
     out = np.empty(ends[-1], np.int32)
-    _join(starts, buffer, ends, out)
+    run(_join, starts, buffer, ends, out)
     return out
 
 
@@ -326,11 +298,11 @@ def compare(p, flags, streams_, real, rank, where, bits, degrees):
         if flags[t, r]:
             i, u = first + r, (first_graph + t) // heads
             end = i + 1 if causal else width
-            a, b = _halves(streams_[t, r])
+            a, b = halves(streams_[t, r])
             row, seen, place = p[t, r], real[u], rank[u]
             marks = np.zeros(8 * bits.shape[2], np.uint8)
             for j in range(end):
-                marks[j] = seen[j] & (_chance(a, b, place[j]) < row[j] + delta * (one - row[j]))
+                marks[j] = seen[j] & (chance(a, b, place[j]) < row[j] + delta * (one - row[j]))
             for j in range(max(0, i - reach), min(end, i + reach + 1)):
                 marks[j] = seen[j]
             pack(marks, bits[t, r])

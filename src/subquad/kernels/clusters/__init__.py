@@ -1,0 +1,12 @@
+"""Clusters of tokens: running pools, and attention to the own cluster and to summaries of the others.
+
+    prefix_i = pool of the real tokens ≤ i of i's cluster
+    out_i = one softmax over the own cluster's tokens and, where given, the summaries of the other clusters
+
+`op` has the entrances, schemas and derivatives. The pools run in Numba on a CPU (`cpu`), elsewhere as in `reference`.
+The attention is made of products of small matrices (`layout`, `tiles`), on any device; `reference` has it dense.
+"""
+
+from subquad.kernels.clusters.op import cluster_attention, cluster_prefix
+
+__all__ = ["cluster_attention", "cluster_prefix"]

@@ -1,0 +1,121 @@
+"""Who attends to whom in clusters, as tiles of queries and keys.
+
+Sorted by cluster (stably, so in the order of time inside each) the own clusters are diagonal blocks of any length.
+They are cut into *tiles* of ROWS queries; the tiles that need equally many keys run as one batch. Summaries stand at
+tokens: a stretch of TIME queries sees those that were the latest of their clusters when it began, and those that
+stand inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS = 32  # queries of a tile of the own cluster: small ones waste less of a cluster's end, large ones run faster
+TIME = 64  # queries of a stretch: short ones copy the table of summaries more often, long ones mask more
+BATCH = 1 << 18  # scores at a time: they stay in the cache
+
+
+class Tiles(NamedTuple):
+    """S blocks of R queries × M keys. Tokens have numbers 0 … N-1, N = G·n; N is nobody."""
+
+    rows: Tensor  # (S, R)
+    keys: Tensor  # (S, M)
+    hidden: Tensor  # bool (S, R or 1, M)
+
+
+class Layout:
+    """Who attends to whom, from the clusters of all tokens of G sequences."""
+
+    def __init__(self, order: Tensor, cluster: Tensor, real: Tensor, clusters: int, causal: bool) -> None:
+        (g, self.n), self.clusters, self.causal = cluster.shape, clusters, causal
+        self.order, self.total = order, cluster.numel()
+        label = (cluster + torch.arange(g, device=order.device)[:, None] * clusters).flatten()  # (N,)
+        self.tag = torch.cat((label, label.new_full((1,), -1)))  # (N + 1,): the cluster, numbered over all sequences
+        self.sizes = torch.bincount(label, minlength=g * clusters)  # (G·C,)
+        self.starts = self.sizes.cumsum(0) - self.sizes
+        self.real = torch.cat((real.flatten(), real.new_zeros(1)))  # (N + 1,)
+        self._stand(order[self.real[order]])
+
+    def _stand(self, members: Tensor) -> None:
+        """Where the summaries stand. members: the tokens that count, by cluster.
+
+        The summary at token p stands for its cluster before time end[p] (causal: from p on), at padding never.
+        """
+        following = torch.cat((members, members.new_full((1,), self.total)))[1:]
+        again = self.tag[following] == self.tag[members]
+        last = members[~again]
+        self.last = torch.full_like(self.sizes, self.total)  # (G·C,)
+        self.last[self.tag[last]] = last
+        self.end = torch.zeros_like(self.tag)  # (N + 1,)
+        self.end[last] = self.n
+        if self.causal:
+            self.end[members[again]] = following[again] % self.n
+
+    def own(self, last_asks: bool) -> Iterator[Tiles]:
+        """Every token to its cluster, causal up to itself; `last_asks`: only the last of each cluster, to all of it."""
+        blocks = -(-self.sizes // ROWS)  # (G·C,)
+        counts = blocks.clamp(max=1) if last_asks else blocks
+        owner = torch.arange(len(blocks), device=blocks.device).repeat_interleave(counts)  # (tiles,)
+        number = torch.arange(len(owner), device=blocks.device) - (counts.cumsum(0) - counts)[owner]
+        upward = self.causal and not last_asks
+        width, by_width = (number + 1 if upward else blocks[owner]).sort(stable=True)
+        place = torch.arange(ROWS, device=blocks.device)
+        widths, repeats = (x.tolist() for x in width.unique_consecutive(return_counts=True))
+        for w, same in zip(widths, by_width.split(repeats), strict=True):
+            reach = torch.arange(w * ROWS, device=blocks.device)
+            above = reach > place[:, None] + (w - 1) * ROWS  # (R, M)
+            for tiles in same.split(max(1, BATCH // (ROWS * ROWS * w))):
+                who = owner[tiles]
+                rows = (
+                    self.last[who][:, None] if last_asks else self._tokens(who, number[tiles][:, None] * ROWS + place)
+                )
+                keys = self._tokens(who, reach)
+                hidden = ~self.real[keys][:, None]  # (S, 1, M)
+                yield Tiles(rows, keys, hidden | above if upward else hidden)
+
+    def _tokens(self, owner: Tensor, rank: Tensor) -> Tensor:
+        """The tokens with these ranks (S or 1, …) in the clusters `owner` (S,), N where there is none."""
+        found = self.order[(self.starts[owner][:, None] + rank).clamp_(max=self.total - 1)]
+        return torch.where(rank < self.sizes[owner][:, None], found, self.total)
+
+    def others(self) -> Iterator[Tiles]:
+        """Every token to the summaries that stand for the other clusters at its time."""
+        table = self._table().flatten(0, 1)  # (G·stretches, C)
+        stretches = -(-self.n // TIME)
+        step = max(1, BATCH // (TIME * (self.clusters + TIME * self.causal)))
+        within = torch.arange(TIME, device=table.device)
+        for first in range(0, len(table), step):
+            stretch = torch.arange(first, min(first + step, len(table)), device=table.device)[:, None]  # (S, 1)
+            time = stretch % stretches * TIME + within  # (S, R)
+            rows = torch.where(time < self.n, stretch // stretches * self.n + time, self.total)
+            keys = table[first : first + step]
+            keys = torch.cat((keys, rows), 1) if self.causal else keys  # (S, M)
+            hidden = (self.end[keys][:, None] <= time[..., None]) | (
+                self.tag[keys][:, None] == self.tag[rows][..., None]
+            )
+            if self.causal:
+                hidden[:, :, self.clusters :] |= within > within[:, None]  # what stands later
+            yield Tiles(rows, keys, hidden)
+
+    def _table(self) -> Tensor:
+        """The summaries that stand when a stretch begins, (G, stretches, C) numbers of tokens."""
+        stretches, g = -(-self.n // TIME), self.total // self.n
+        if not self.causal:
+            return self.last.view(g, 1, self.clusters).expand(g, stretches, self.clusters)
+        token = torch.arange(self.total, device=self.tag.device)[self.real[:-1]]
+        stretch = token // self.n * stretches + token % self.n // TIME
+        latest = self.tag.new_full((g * stretches * self.clusters,), -1)
+        latest.scatter_reduce_(0, stretch * self.clusters + self.tag[token] % self.clusters, token, "amax")
+        before = latest.view(g, stretches, self.clusters).cummax(1).values
+        before = torch.cat((before.new_full((g, 1, self.clusters), -1), before[:, :-1]), 1)
+        return torch.where(before < 0, self.total, before)
+
+    def tiles(self, last_asks: bool, summaries: bool) -> Iterator[tuple[Tiles, int]]:
+        """All tiles, and which keys they are about: 0 the tokens, 1 the summaries."""
+        yield from ((tiles, 0) for tiles in self.own(last_asks))
+        if summaries:
+            yield from ((tiles, 1) for tiles in self.others())

@@ -1,0 +1,112 @@
+"""Entrances, schemas, derivatives and costs of the operators of clusters; see the package for the formulas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from subquad.kernels.clusters import cpu, reference, tiles
+from subquad.kernels.clusters.layout import Layout
+
+prefix_op = torch.library.custom_op("subquad::cluster_prefix", mutates_args=())(reference.prefix)
+prefix_backward_op = torch.library.custom_op("subquad::cluster_prefix_backward", mutates_args=())(
+    reference.prefix_backward
+)
+attention_op = torch.library.custom_op("subquad::cluster_attention", mutates_args=())(tiles.attention)
+attention_backward_op = torch.library.custom_op("subquad::cluster_attention_backward", mutates_args=())(
+    tiles.attention_backward
+)
+prefix_op.register_kernel("cpu")(cpu.prefix)
+prefix_backward_op.register_kernel("cpu")(cpu.prefix_backward)
+
+
+def cluster_prefix(x: Tensor, cluster: Tensor, real: Tensor, clusters: int, is_max: bool) -> Tensor:
+    """The running pool, maximum or mean, of each token's cluster, 0 where it has no real token yet.
+
+    x (G, n, d), cluster int64 (G, n), real bool (G, n) → (G, n, d).
+    """
+    return prefix_op(x, cluster, real, clusters, is_max)
+
+
+def cluster_attention(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    where: tuple[Tensor, Tensor, Tensor],
+    clusters: int,
+    *,
+    causal: bool,
+    scale: float,
+    last_asks: bool = False,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """One softmax over the own cluster's tokens and, if given, the summaries of the others: (G, n, d).
+
+    q (G, n, d); keys, values: those of the tokens and, where wanted, those of the summaries that stand at the tokens,
+    (G, n, d) each; `where`: order (G·n,) sorts all tokens by sequence, cluster and time; cluster int64 and real bool
+    (G, n). `last_asks`: a query only at the last token of each cluster, which sees all of it. Who sees nothing gets 0.
+    """
+    if dropout and seed is None:
+        raise TypeError("seed must be an int64 tensor where dropout > 0, not None")
+    seed = seed if dropout else None
+    return attention_op(q, keys, values, *where, seed, clusters, causal, last_asks, scale, dropout)[0]
+
+
+@prefix_op.register_fake
+def _(x, cluster, real, clusters, is_max):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@prefix_backward_op.register_fake
+def _(grad, x, out, cluster, real, clusters, is_max):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@attention_op.register_fake
+def _(q, keys, values, order, cluster, real, seed, clusters, causal, last_asks, scale, dropout):
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2])
+
+
+@attention_backward_op.register_fake
+def _(grad, q, keys, values, *args):
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *keys, *values)]
+
+
+def _save_prefix(ctx, inputs, output):
+    x, cluster, real, ctx.clusters, ctx.is_max = inputs
+    ctx.save_for_backward(x, output, cluster, real)
+
+
+def _prefix_grad(ctx, grad):
+    return prefix_backward_op(grad, *ctx.saved_tensors, ctx.clusters, ctx.is_max), None, None, None, None
+
+
+def _save_attention(ctx, inputs, output):
+    q, keys, values, order, cluster, real, seed, *ctx.settings = inputs
+    ctx.save_for_backward(q, *output, order, cluster, real, seed, *keys, *values)
+
+
+def _attention_grad(ctx, grad, _):
+    q, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint hands them over only once
+    layout, rest = rest[:4], rest[4:]
+    m = len(rest) // 2
+    dq, *dkv = attention_backward_op(grad, q, rest[:m], rest[m:], out, lse, *layout, *ctx.settings)
+    return dq, dkv[:m], dkv[m:], *[None] * 9
+
+
+prefix_op.register_autograd(_prefix_grad, setup_context=_save_prefix)
+attention_op.register_autograd(_attention_grad, setup_context=_save_attention)
+
+
+@register_flop_formula(torch.ops.subquad.cluster_attention, get_raw=True)
+def _flops(q, keys, values, order, cluster, real, seed, clusters, causal, last_asks, *args, **kwargs) -> int:
+    found = Layout(order, cluster, real, clusters, causal).tiles(last_asks, bool(keys[1:]))
+    pairs = (t.hidden.shape[0] * t.rows.shape[1] * t.keys.shape[1] for t, _ in found)
+    return 4 * q.shape[2] * sum(pairs)
+
+
+@register_flop_formula(torch.ops.subquad.cluster_attention_backward, get_raw=True)
+def _backward_flops(grad, q, keys, values, out, lse, *args, **kwargs) -> int:
+    return 5 * _flops(q, keys, values, *args) // 2

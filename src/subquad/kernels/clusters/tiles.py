@@ -1,0 +1,148 @@
+"""Attention in clusters by products of small matrices, on any device.
+
+Masks and scores live for one batch of tiles of at most `layout.BATCH` scores; the backward makes them anew from the
+logsumexp. Tokens are numbered through all sequences; behind the last one stands nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from subquad.core.hashing import dropout_seed, ranks, streams
+from subquad.kernels.clusters.layout import Layout, Tiles
+from subquad.kernels.dropout import dropout_blocks
+
+
+def attention(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    order: Tensor,
+    cluster: Tensor,
+    real: Tensor,
+    seed: Tensor | None,
+    clusters: int,
+    causal: bool,
+    last_asks: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """out (G, n, d) and its logsumexp (G, n), -inf where a query sees nothing."""
+    g, n, d = q.shape
+    layout, dropped = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
+    flat, tokens = _flat(q), [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
+    out, lse = q.new_zeros(g * n + 1, d), q.new_full((g * n + 1,), -torch.inf)  # the last one is nobody's
+    for tiles, source in layout.tiles(last_asks, bool(keys[1:])):
+        k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
+        p, here = _softmax(tiles, _take(flat, tiles.rows), k, scale)
+        _absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
+    return out[:-1].view(g, n, d), lse[:-1].view(g, n)
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    order: Tensor,
+    cluster: Tensor,
+    real: Tensor,
+    seed: Tensor | None,
+    clusters: int,
+    causal: bool,
+    last_asks: bool,
+    scale: float,
+    dropout: float,
+) -> list[Tensor]:
+    """Gradients of q, of all keys, of all values: with p = exp(s - lse), ds = p·(grad·v - grad·out)."""
+    layout, dropped = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
+    delta = torch.cat(((grad * out).sum(-1).flatten(), grad.new_zeros(1)))[:, None]  # (N + 1, 1)
+    lse = torch.cat((lse.masked_fill(lse == -torch.inf, torch.inf).flatten(), lse.new_full((1,), torch.inf)))[:, None]
+    found = [x.new_zeros(x.shape[0] * x.shape[1] + 1, x.shape[2]) for x in (q, *keys, *values)]
+    dq, *dkv = found
+    flat, upstream = _flat(q), _flat(grad)
+    tokens = [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
+    for tiles, source in layout.tiles(last_asks, bool(keys[1:])):
+        k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
+        a, g = _take(flat, tiles.rows), _take(upstream, tiles.rows)  # (S, R, d)
+        p, here = _softmax(tiles, a, k, scale)
+        p.mul_((here - _take(lse, tiles.rows)).exp_())
+        dp = dropped(torch.bmm(g, v.mT), tiles, source)  # (S, R, M)
+        ds = dp.sub_(_take(delta, tiles.rows)).mul_(p).mul_(scale)
+        p = dropped(p, tiles, source)
+        _add(dq, tiles.rows, torch.bmm(ds, k))
+        _add(dkv[source], tiles.keys, torch.bmm(ds.mT, a))
+        _add(dkv[len(keys) + source], tiles.keys, torch.bmm(p.mT, g))
+    return [x[:-1].view(like.shape) for x, like in zip(found, (q, *keys, *values), strict=True)]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(G, n, d) → (G·n, d), with a row of 0 behind it for nobody where the last token would not do.
+
+    What nobody has is multiplied by 0: any finite number does, and saves a copy.
+    """
+    flat = x.flatten(0, 1)
+    return flat if bool(flat[-1].isfinite().all()) else torch.cat((flat, flat.new_zeros(1, x.shape[2])))
+
+
+def _take(x: Tensor, where: Tensor) -> Tensor:
+    """x (N or N + 1, …) at `where` (S, R): (S, R, …)."""
+    return x.index_select(0, where.flatten().clamp(max=len(x) - 1)).unflatten(0, where.shape)
+
+
+def _add(total: Tensor, where: Tensor, change: Tensor) -> None:
+    """total (N + 1, d) += change (S, R, d)."""
+    total.index_add_(0, where.flatten(), change.flatten(0, 1))
+
+
+def _softmax(tiles: Tiles, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax over the keys of the tile (S, R, M) and its logsumexp (S, R, 1), -inf where none is seen.
+
+    The largest weight is 1 / Σ exp(s - top), hence the logsumexp. A row that sees nothing has weights that count for
+    nothing: they are merged with the logsumexp.
+    """
+    hidden = tiles.hidden.to(q.dtype).mul_(torch.finfo(q.dtype).min).mul_(2)  # 0 or -inf, faster than masked_fill_
+    s = torch.baddbmm(hidden, q, k.mT, alpha=scale)
+    top = s.amax(-1, keepdim=True)
+    empty = top == -torch.inf
+    s[..., :1].masked_fill_(empty, 0)
+    p = s.softmax(-1)
+    return p, (top - p.amax(-1, keepdim=True).log_()).masked_fill_(empty, -torch.inf)
+
+
+def _absorb(out: Tensor, lse: Tensor, rows: Tensor, new: Tensor, here: Tensor) -> None:
+    """Merge what some rows found in a tile, new (S, R, d) with logsumexp here (S, R, 1), into out and lse."""
+    before = _take(lse, rows)[..., None]
+    after = torch.logaddexp(before, here)
+    base = after.masked_fill(after == -torch.inf, 0)
+    merged = new.mul_((here - base).exp_()).addcmul_(_take(out, rows), (before - base).exp_())
+    out.index_copy_(0, rows.flatten(), merged.flatten(0, 1))
+    lse.index_copy_(0, rows.flatten(), after.flatten())
+
+
+def _dropout(seed: Tensor | None, dropout: float, real: Tensor) -> Callable[[Tensor, Tiles, int], Tensor]:
+    """A function that drops weights of a tile, in place. A summary has a number of its own beside its token's."""
+    if not dropout or seed is None:
+        return lambda p, tiles, source: p
+    g, n = real.shape
+    numbers, columns = ranks(real, g, n, n, real.device)  # (G, n)
+    instance = torch.arange(g, device=real.device)[:, None]
+    rows = _behind(streams(dropout_seed(seed.to(real.device)), instance, numbers))
+    columns = _behind(columns)
+
+    def dropped(p: Tensor, tiles: Tiles, source: int) -> Tensor:
+        numbers = ~columns[tiles.keys] if source else columns[tiles.keys]
+        gone = dropout_blocks(rows[tiles.rows], numbers, dropout)
+        return p.masked_fill_(gone, 0).mul_(1 / (1 - dropout))
+
+    return dropped
+
+
+def _behind(x: Tensor) -> Tensor:
+    """(G, n) → (G·n + 1,)."""
+    return torch.cat((x.flatten(), x.new_zeros(1)))

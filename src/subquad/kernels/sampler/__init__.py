@@ -1,0 +1,26 @@
+"""Graphs sampled from a stochastic block model (SBM-Transformer, Cho et al. 2022, eq. 8 and algorithm 1).
+
+    p_ij = Y_i B Z_jᵀ        Y (n, k), B (k, k), Z (m, k), all ≥ 0 and p ≤ 1; below W = Y·B
+
+Three samplers, one graph per batch element and head, every edge independent:
+
+    exact      P(M_ij = 1) = p_ij             at a cost linear in the edges
+    fastrg     P(M_ij = 1) = 1 - exp(-p_ij)   algorithm 1: a Poisson number of edges, duplicates merged, linear too
+    bernoulli  P(M_ij = 1) = p_ij             every pair is looked at: n·m·k
+
+`exact` runs algorithm 1 at the rate c_i·p_ij, merges duplicates and keeps each edge with probability
+p / (1 - exp(-c·p)); this is ≤ 1 as long as p is at most the bound b_i for which c_i = -ln(1 - b_i) / b_i. The bound
+of row i is W_i · max_j Z_j, linear to compute. Where it nears 1, or the row is dense, c·p edges cost more than looking
+at all of them: such a row is sampled as `bernoulli` does, and the statistics count it.
+
+Beside the model: exploration δ adds every edge independently with probability δ; `reach` pins the edges |i - j| ≤ reach
+(0: the self-loop); causal keeps j ≤ i; keys outside the key mask have no edges.
+
+`cpu` draws row by row in Numba (`rows`); `reference` runs algorithm 1 as printed, in plain torch on any device. They
+draw from the same distribution, with `bernoulli` the same graphs. A seed gives the same graphs at every call.
+"""
+
+from subquad.kernels.sampler.op import sample, sample_edges, statistics
+from subquad.kernels.sampler.rules import SAMPLERS, Rules, Sample, pinned_reach
+
+__all__ = ["SAMPLERS", "Rules", "Sample", "pinned_reach", "sample", "sample_edges", "statistics"]

@@ -1,0 +1,151 @@
+"""The sampler on a CPU: row by row, which algorithm 1 allows.
+
+Its Poisson number of edges over all rows is a sum of independent Poisson numbers, one per row. The intensity of a row
+is laid out on a line, cluster after cluster and key after key, and one unit-rate Poisson process walks along it: m of
+line 4, V of line 7 and J of line 9 from a single random number per edge (U is summed out in W). A row uses the keys it
+may see and a random stream of its own, so in causal mode later tokens cannot even change which of the equally likely
+graphs is drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.core.hashing import ranks
+from subquad.kernels.masks import blocks, product, scratch
+from subquad.kernels.parallel import run
+from subquad.kernels.sampler import rows as loops
+from subquad.kernels.sampler import rules as limits
+from subquad.kernels.sampler.rules import Rules, refuse
+
+TABLE = 2**21  # entries of the search tables that are held at a time
+
+
+def sample(
+    w: Tensor,
+    z: Tensor,
+    seed: Tensor,
+    key_mask: Tensor | None,
+    sampler: str,
+    causal: bool,
+    exploration: float,
+    reach: int,
+    crossover: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rules = Rules(sampler, causal, exploration, reach, crossover)
+    (batch, heads, n, _), m = w.shape, z.shape[2]
+    real = torch.ones(batch, m, dtype=torch.bool) if key_mask is None else key_mask
+    z = z if key_mask is None else z * real[:, None, :, None]
+    x, y = (a.flatten(0, 1).contiguous() for a in (w, z))  # (B·H, n, k), (B·H, m, k)
+    keys = _Keys.of(real, heads, n, causal)
+    plan = _Plan.of(x.numpy(), y.numpy(), keys, rules, int(seed))
+    masked = plan.masked(keys, rules)
+    degrees, mask = np.zeros((len(x), n), np.int64), np.empty(0, np.uint8)
+    indices = _drawn_rows(x.numpy(), y.numpy(), keys, plan, rules, masked, degrees)
+    if masked.any():
+        mask = np.zeros((len(x), n, -(-m // 8)), np.uint8)
+        run(loops.fill, _offsets(degrees), indices, masked, mask)
+        indices = indices[:0] if masked.all() else indices[np.repeat(~masked.reshape(-1), degrees.reshape(-1))]
+        _dense_rows(x, y, keys, plan, rules, masked, mask, degrees)
+    counts = np.stack((plan.dense.sum(1), plan.proposed), 1)
+    arrays = (_offsets(np.where(masked, 0, degrees)), indices, mask.reshape(-1), degrees, counts)
+    return tuple(map(torch.from_numpy, arrays))
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Which keys exist. Random numbers go by the rank among real tokens, so padding never moves them."""
+
+    real: np.ndarray  # (B, m) bool
+    rank: np.ndarray  # (B, m) int32: real keys before this one
+    listed: np.ndarray  # (B, m) int32: the real keys, ascending, then anything
+    visible: np.ndarray  # (B, n) int64: real keys that row i may see; a prefix of `listed`
+    ids: np.ndarray  # (B, n) int64: the name of row i's random stream
+    heads: int
+
+    @classmethod
+    def of(cls, real: Tensor, heads: int, n: int, causal: bool) -> _Keys:
+        upto = real.cumsum(1)  # (B, m)
+        listed = (~real).byte().argsort(dim=1, stable=True)
+        visible = upto if causal else upto[:, -1:].expand(-1, n)
+        ids, rank = ranks(real, len(real), n, real.shape[1], real.device)
+        arrays = (real, rank.int(), listed.int(), visible, ids)
+        return cls(*(a.contiguous().numpy() for a in arrays), heads)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How each row is drawn; arrays are (B·H, n)."""
+
+    boost: np.ndarray  # float64: c_i
+    expected: np.ndarray  # float64: edges to make room for, duplicates counted
+    dense: np.ndarray  # bool: look at every key
+    streams: np.ndarray  # uint64: the random stream
+    proposed: np.ndarray  # (B·H,) int64: filled in as rows are drawn
+
+    @classmethod
+    def of(cls, w: np.ndarray, z: np.ndarray, keys: _Keys, rules: Rules, seed: int) -> _Plan:
+        rate, bound = (np.empty(w.shape[:2]) for _ in range(2))  # Σ_j p_ij, and what no p_ij is above
+        run(loops.rates, w, z, rules.causal, rate, bound)
+        if not np.isfinite(rate).all():
+            raise refuse("k" if np.isfinite(w).all() else "q")
+        visible = np.repeat(keys.visible, keys.heads, 0)  # (B·H, n)
+        boost, dense = np.ones_like(rate), np.full(rate.shape, rules.sampler == "bernoulli")
+        if rules.sampler == "exact":
+            b = np.clip(bound, 1e-9, 1 - 1e-9)
+            boost = -np.log1p(-b) / b
+            dense = boost * rate > limits.SWITCH * visible
+        extra = rules.exploration * visible + np.minimum(visible, max(0, 2 * rules.reach + 1))
+        expected = np.minimum(np.where(dense, 1.0, boost) * rate + extra, visible)
+        streams = np.empty(rate.shape, np.uint64)
+        run(loops.streams, np.uint64(seed % 2**64), keys.ids, keys.heads, streams)
+        return cls(boost, expected, dense, streams, np.zeros(len(w), np.int64))
+
+    def masked(self, keys: _Keys, rules: Rules) -> np.ndarray:
+        """(B·H, n) bool: the rows that go to the mask; see `Sample`."""
+        if not 0 <= rules.crossover < 1 or keys.real.shape[1] <= limits.SMALL:
+            return np.full(self.dense.shape, rules.crossover < 1)
+        possible = np.repeat(keys.visible, keys.heads, 0)  # (B·H, n)
+        if rules.causal:
+            return self.expected > rules.crossover * possible
+        return np.full(self.dense.shape, self.expected.sum() > rules.crossover * possible.sum())
+
+
+def _dense_rows(w: Tensor, z: Tensor, keys: _Keys, plan: _Plan, rules: Rules, masked, mask, degrees) -> None:
+    """The masked rows of `plan.dense`, whole blocks of p at a time, into the packed mask."""
+    buffer = scratch(w, len(w), w.shape[1], z.shape[1])
+    for t, rows, seen in blocks(len(w), w.shape[1], z.shape[1], rules.causal):
+        flags = plan.dense[t, rows] & masked[t, rows]
+        if flags.any():
+            p = product(w[t, rows], z[t, seen].mT, buffer).numpy()
+            where = (t.start, keys.heads, rows.start, rules.causal, rules.exploration, rules.reach)
+            drawn = mask[t, rows], degrees[t, rows]
+            run(loops.compare, p, flags, plan.streams[t, rows], keys.real, keys.rank, where, *drawn)
+
+
+def _drawn_rows(w, z, keys: _Keys, plan: _Plan, rules: Rules, masked: np.ndarray, degrees: np.ndarray) -> np.ndarray:
+    """All rows but those left to `_dense_rows`: keys (E,), row after row. Groups of graphs bound the search tables."""
+    pieces = [np.empty(0, np.int32)]
+    step = max(1, TABLE // (z.shape[1] * z.shape[2]))
+    for t in range(0, len(w), step):
+        group = slice(t, t + step)
+        dense, left = plan.dense[group], plan.dense[group] & masked[group]
+        if not left.all():
+            tables = loops.tables(z[group], needed=not dense.all())
+            chosen = (w[group], z[group], *tables, plan.boost[group], dense, left, plan.streams[group])
+            places = (keys.real, keys.rank, keys.listed, keys.visible)
+            thin = rules.sampler == "exact"
+            where = (t, keys.heads, rules.causal, rules.exploration, rules.reach, thin)
+            expected = plan.expected[group] * ~left
+            pieces.append(loops.draw(chosen, places, where, expected, degrees[group], plan.proposed[group]))
+    return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
+
+
+def _offsets(degrees: np.ndarray) -> np.ndarray:
+    """(B·H, n) degrees → (B·H, n + 1) offsets into one list."""
+    ends = np.cumsum(degrees).reshape(degrees.shape)
+    return np.concatenate((ends[:, :1] - degrees[:, :1], ends), 1)
