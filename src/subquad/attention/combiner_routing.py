@@ -50,7 +50,7 @@ class CombinerRouting(Routing):
     def combine(self, q: Tensor, k: Tensor, v: Tensor, clusters: Clusters, call: Call) -> Tensor:
         is_max, causal, scale = self.abstraction.pool == "max", self.options.causal, self.options.softmax_scale
         where = (clusters.cluster, clusters.real, self.clusters)
-        query, key = (cluster_prefix(x, *where, is_max) for x in self.abstraction.features(q, k))  # (B·H, n, d)
+        query, key = (cluster_prefix(x, *where, is_max) for x in self.abstraction(q, k))  # (B·H, n, d)
         settings: dict[str, Any] = {"causal": causal, "scale": scale}
         value = cluster_attention(query, [k], [v], clusters, self.clusters, last_asks=not causal, **settings)
         random: dict[str, Any] = {"dropout": call.dropout, "seed": call.seed}
@@ -66,7 +66,7 @@ class CombinerRouting(Routing):
             self.options.causal,
             q.shape[2],
         )
-        cluster, features = self.assign(q, k, call), self.abstraction.features(q, k)
+        cluster, features = self.assign(q, k, call), self.abstraction(q, k)
         real = torch.ones_like(cluster, dtype=torch.bool) if call.exists is None else call.exists.expand(cluster.shape)
         time = torch.ones(n, n, dtype=torch.bool, device=q.device)
         time = time.tril() if causal else time  # (n, n): row i may see j

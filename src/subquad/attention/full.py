@@ -116,8 +116,8 @@ def drop(weights: Tensor, call: Call) -> Tensor:
     b, h, n, m = weights.shape
     instance = torch.arange(b * h, device=weights.device).view(b, h, 1, 1)
     row, column = torch.arange(n, device=weights.device)[:, None], torch.arange(m, device=weights.device)
-    kept = dropout_factors(call.seed.to(weights.device), call.dropout, instance, row, column) > 0
-    return weights * kept / (1 - call.dropout)
+    seed = call.seed.to(weights.device)
+    return weights * dropout_factors(seed, call.dropout, instance, row, column, weights.dtype)
 
 
 def masked_map(

@@ -97,5 +97,4 @@ def _kept(like: Tensor, part: Part, rows: slice, at: Tensor, key: Tensor, seed: 
     b, h = like.shape[:2]
     instance = torch.arange(rows.start * h, rows.start * h + b * h, device=like.device).view(b, h, 1, 1, 1)
     columns = (key + part.source * SOURCE)[:, None]  # (A, 1, S)
-    kept = dropout_factors(seed.to(like.device), dropout, instance, at[..., None], columns) > 0
-    return kept.to(like.dtype) / (1 - dropout)
+    return dropout_factors(seed.to(like.device), dropout, instance, at[..., None], columns, like.dtype)
