@@ -41,13 +41,16 @@ def analyze(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="With --all: print the table in Markdown.")] = False,
 ) -> None:
-    """Check the conditions under which a sparse Transformer is a universal approximator (Yun et al. 2020)."""
+    """Check the conditions under which a sparse Transformer is a universal approximator (Yun et al. 2020).
+
+    For a Combiner the conditions of its Proposition 1 are checked as well.
+    """
     from subquad.theory.assumptions import check
     from subquad.theory.counting import growth
 
     spec, options = read_arguments(spec, context.args)
     if as_markdown and not every:
-        raise typer.BadParameter("--markdown goes with --all")
+        raise typer.BadParameter("--markdown needs --all")
     if every:
         if spec or options or sets or png or map:
             raise typer.BadParameter("--all takes no SPEC, --sets, --map, --png or options of a mechanism")
@@ -139,7 +142,7 @@ def imported(name: str) -> Any:
     try:
         return getattr(import_module(module), attribute)
     except AttributeError:
-        raise typer.BadParameter(f"module {module} has no {attribute}") from None
+        raise typer.BadParameter(f"the module {module} has no {attribute}") from None
     finally:
         sys.path.remove("")
 
