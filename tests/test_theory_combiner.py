@@ -1,5 +1,7 @@
 """Combiner's theory: Proposition 1, examined and run, and the rank-1 blocks of section 3.3."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from subquad.theory import check, prove, theorem1
 from subquad.theory.combiner import direct_sets, proposition1
 from subquad.theory.sets import plans_of, read
 
-MAX_POOLED = [
+PROVED = [
     "combiner-fixed:span=2",
     "combiner-fixed:span=3",
     "combiner-fixed:span=2,abstraction=deepsets-max",
@@ -20,13 +22,14 @@ MAX_POOLED = [
     "combiner-mixture:cols=2,joint=true",
     "combiner-tree:span=2,depth=2",
     "combiner-routing:clusters=2",
+    "combiner-fixed:span=2,abstraction=mean",
+    "combiner-logsparse:abstraction=deepsets-mean",
 ]
-UNDECIDED = ["combiner-fixed:span=2,abstraction=mean", "combiner-axial:plan=rowmajor,cols=2"]
 
 
-@pytest.mark.parametrize("spec", MAX_POOLED)
+@pytest.mark.parametrize("spec", PROVED)
 @pytest.mark.parametrize("causal", [False, True])
-def test_proposition_1_is_proved_for_max_pooling_and_runs(spec, causal):
+def test_proposition_1_is_proved_for_pooled_groups_and_runs(spec, causal):
     verdict = check(spec, 4, causal=causal)
     assert verdict.proposition1.proved and verdict.universal is True
     proof = prove(spec, 4, 1, "1/2", causal=causal)
@@ -40,7 +43,7 @@ def test_proposition_1_at_other_sizes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", MAX_POOLED)
+@pytest.mark.parametrize("spec", PROVED)
 @pytest.mark.parametrize(
     ("n", "d", "delta"), [(5, 1, "1/2"), (6, 1, "1/2"), (3, 1, "1/3"), (3, 2, "1/2"), (2, 2, "1/3")]
 )
@@ -48,19 +51,36 @@ def test_proposition_1_at_many_sizes(spec, n, d, delta):
     assert prove(spec, n, d, delta, "sum").holds
 
 
-@pytest.mark.parametrize("spec", UNDECIDED)
-def test_where_the_proof_does_not_apply(spec):
-    verdict = check(spec, 16)
-    assert verdict.universal is None and verdict.proposition1.status == "not decided"
-    assert not verdict.refuted and any("refutes nothing" in reason for reason in verdict.reasons)
+def test_the_mean_works_with_a_fine_grid():
+    """δ^(-d) ≥ n + 3; at δ = 1/2 this very plan fails, because the largest id hides behind the mean of its group."""
+    spec = "combiner-axial:plan=vertical,cols=2,abstraction=mean"
+    assert prove(spec, 3, 1, "1/6").holds
+    coarse = prove(spec, 7, 1, "1/2")
+    assert coarse.breaks.name.startswith("summaries") and "another id" in coarse.breaks.detail
+    assert "finer delta" in coarse.breaks.detail
 
 
-def test_what_happens_to_the_construction_without_max_pooling():
-    """The mean hides the largest id of a group; a group asked by a member follows that member's sign."""
-    for spec in UNDECIDED:
-        proof = prove(spec, 4)
-        assert not proof.holds and proof.breaks.name.startswith("summaries"), str(proof)
-        assert all(stage.holds for stage in proof.stages[:-1]) and "another id" in proof.breaks.detail
+def test_groups_asked_by_a_position_need_a_suitable_order():
+    """axial-rowmajor: down the columns instead of along the rows."""
+    spec = "combiner-axial:plan=rowmajor,cols=2"
+    proof = prove(spec, 4)
+    assert proof.holds and proof.plan.order != [0, 1, 2, 3]
+    rows = [token // 2 for token in proof.plan.order]
+    assert all(a != b for a, b in pairwise(rows))
+    assert check(spec, 36).universal is True and prove(spec, 6).holds
+
+
+@pytest.mark.parametrize(("n", "causal", "why"), [(5, False, "not full"), (4, True, "no order of the tokens suits")])
+def test_where_the_proof_does_not_apply(n, causal, why):
+    spec = "combiner-axial:plan=rowmajor,cols=2"
+    verdict = check(spec, n, causal=causal)
+    assert verdict.universal is None and verdict.proposition1.status == "not decided" and not verdict.refuted
+    assert why in str(verdict) and "refutes nothing" in str(verdict)
+    if causal:
+        proof = prove(spec, n, causal=True)
+        assert proof.breaks.name.startswith("summaries") and all(stage.holds for stage in proof.stages[:-1])
+    else:
+        assert prove(spec, n).holds  # at this size the layers do all the same: "not decided" is no refutation
 
 
 def test_theorem_1_with_a_combiner():

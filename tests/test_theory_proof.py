@@ -111,7 +111,7 @@ def test_fixed_with_an_open_segment_breaks_at_the_hops():
         (("star", 4, 0), "d is 0"),
         (("star", 4, 1, 0.4), "1/delta"),
         (("star", 9, 2), "columns"),
-        (("star", 3, 1, "1/2", "nothing"), "reverse, sum, sort"),
+        (("star", 3, 1, "1/2", "nothing"), "reverse, sum, mean"),
         (("star", 3, 1, "1/2", lambda x: x[:, :2]), r"\(d, n\)"),
         (("composite-slice", 4), "neither a probability map"),
         (("star", 3, 1, "1/2", lambda x: x * float("nan")), "finite numbers"),

@@ -112,7 +112,7 @@ class Matrix:
 
 
 def global_matrix(composition: str, n: int, length: int, width: int, seed: int) -> Matrix:
-    """One layer of one head on random tokens; weights drawn from U(-1, 1)."""
+    """One layer of one head on random tokens; weights drawn from U(-1, 1)/D^(1/4), which keeps the softmax soft."""
     from subquad.layers import MultiheadAttention, Projections
 
     spec = f"composite-slice:slice_length={length},composition={composition}"
@@ -121,7 +121,8 @@ def global_matrix(composition: str, n: int, length: int, width: int, seed: int) 
     with torch.no_grad():
         for weights in (layer.in_proj_weight, layer.out_proj.weight):
             weights.copy_(torch.rand(weights.shape, dtype=torch.float64, generator=generator) * 2 - 1)  # type: ignore[union-attr]
-    x = 2 * torch.randn(1, n, width, dtype=torch.float64, generator=generator)
+            weights /= width**0.25  # type: ignore[operator]
+    x = torch.randn(1, n, width, dtype=torch.float64, generator=generator)
     local, coarse = (w[0, 0] for w in layer.attention.weights(x, x, x, Projections(layer)))  # (n, n), (m, m)
     mean = torch.eye(n // length, dtype=torch.float64).repeat_interleave(length, 1) / length  # μ, (m, n)
     inner = mean if composition == "parallel" else mean @ local  # (m, n): how a slice is read
@@ -156,18 +157,18 @@ def shared_gap(weight: float = 0.5, points: int = 201) -> tuple[float, float]:
     """
     s = torch.tensor([[-1.0, 0.0, 1.0], [-0.5, 0.5, 1.5], [0.0, 1.0, 2.0]], dtype=torch.float64)  # inputs × slices
     grid = torch.linspace(-1, 1, points, dtype=torch.float64)
-    a, w = grid[:, None, None, None], grid[None, :, None, None]
 
     def outputs(a: Tensor, w: Tensor, composed: bool) -> Tensor:
-        z = w * s if composed else s + 0 * w  # what the slices are to the global attention
-        scores = (a * z[..., :, None] * z[..., None, :]).softmax(-1)
+        """(…, inputs, slices) for score factors a and weights w, (…, 1, 1)."""
+        z = w * s if composed else s.expand(torch.broadcast_shapes(w.shape, s.shape))  # what the global attention reads
+        scores = (a[..., None] * z[..., :, None] * z[..., None, :]).softmax(-1)
         return w * s + w * (scores @ z[..., None])[..., 0]
 
-    zero, half = torch.zeros(1, 1, 1, 1, dtype=torch.float64), torch.full((1, 1, 1, 1), weight, dtype=torch.float64)
+    zero, chosen = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1), weight, dtype=torch.float64)
     gaps = []
     for composed in (True, False):
-        target, family = outputs(zero[..., 0], half[..., 0], not composed), outputs(a, w[..., 0, :], composed)
-        gaps.append(float((family - target).abs().amax((-2, -1)).min()))
+        family = outputs(grid[:, None, None, None], grid[None, :, None, None], composed)  # (a, w, inputs, slices)
+        gaps.append(float((family - outputs(zero, chosen, not composed)).abs().amax((-2, -1)).min()))
     return gaps[0], gaps[1]
 
 

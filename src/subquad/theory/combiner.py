@@ -2,13 +2,13 @@
 
     "The proposed Combiner will not break the universal approximation property of the original sparse transformers."
 
-The appendix defines the class of functions and cites Yun et al.; no proof is printed. Here is one for max pooling. A
-query with a positive score factor looks for the largest key, one with a negative factor for the smallest (heads of
-size 1, as in the proof of Yun et al.). Take a plan with
+The appendix defines the class of functions and cites Yun et al.; no proof is printed. Here is one. In the proof of Yun
+et al. heads have size 1: a query with a positive score factor looks for the largest key, one with a negative factor for
+the smallest. Take a plan with
 
     1  the token itself in its direct set, i ∈ Ω_i^0
     2  direct set and groups a partition of everything (causal: of 0 … i)
-    3  groups summarised by a maximum, k_Ω = max k_j and q_Ω = max q_j
+    3  groups summarised by pooling, k_Ω = max k_j and q_Ω = max q_j
 
 and the layers that the proof builds for *dense* attention (Lemma 7 with s = 1, any order γ). In every layer all tokens
 have positive factors, except the one whose turn it is, in the second of its two heads: its id is the smallest of all.
@@ -18,10 +18,14 @@ have positive factors, except the one whose turn it is, in the second of its two
 - Negative factor: the own id is the smallest term, and by 1 it is a term by itself. So the head returns it.
 
 Both heads do what dense attention does, exactly with the hardmax, and with margins of δ²/2 in both softmaxes, so that
-appendix F carries over with 2η for η. Whether the direct sets alone are universal plays no part. DeepSets with a
-maximum includes this case (W = 1: ids are not negative). With the mean, the largest id hides behind the mean of its
-group; a group asked by one of its members (axial-rowmajor) follows that member's sign. These are not decided here;
-`subquad prove` runs the layers and shows what happens.
+appendix F carries over with 2η for η. Whether the direct sets alone are universal plays no part. The other summaries:
+
+- DeepSets with W = 1 leaves the ids as they are: they are not negative.
+- Mean: let γ(0) stand at E = n² and choose δ^{-d} ≥ n + 3, which Lemma 5 allows. Then the largest id is always more
+  than n times the next one, and the mean of its group is still the largest term. (A coarser δ often does.)
+- A group asked by one position (axial-rowmajor) has the largest key or the smallest, by the sign of that position's
+  factor. It matters only to the token whose turn it is: no group that it asks may hold the token before it in γ. For
+  such a γ to exist the order must be free (not causal), and every position that asks must be in its group (full rows).
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ class Proposition1:
     """What holds for the plans of one mechanism."""
 
     conditions: tuple[Condition, ...]
+    order: Path  # γ of the construction; any order would do unless positions ask for groups
     direct_path: Path  # Assumption 1.2 and 1.3 for the direct sets alone
     direct_hops: Hops
     causal: bool
@@ -100,9 +105,9 @@ def proposition1(support: Support) -> Proposition1:
     """The three conditions for every plan of the mechanism, and Assumption 1 for its direct sets alone."""
     if support.view != "summaries":
         raise ValueError(f"{support.name} has no Combiner plan; Proposition 1 is about partitions with summaries")
-    direct = direct_sets(support)
-    conditions = (_self_direct(support), _covers(support), _pools_maxima(support))
-    return Proposition1(conditions, hamiltonian_path(direct), hops((direct,), support.causal), support.causal)
+    direct, order = direct_sets(support), suitable_order(support)
+    conditions = (_self_direct(support), _covers(support), _summarised(support, order))
+    return Proposition1(conditions, order, hamiltonian_path(direct), hops((direct,), support.causal), support.causal)
 
 
 def direct_sets(support: Support) -> Family:
@@ -145,17 +150,42 @@ def _covers(support: Support) -> Condition:
     return Condition(name, True, "checked for " + ("all tokens" if n <= QUERIES else f"{QUERIES} tokens"))
 
 
-def _pools_maxima(support: Support) -> Condition:
-    name = "groups are summarised by a maximum of their queries and keys"
-    if not support.abstraction.endswith("max"):
-        return Condition(name, False, f"abstraction is {support.abstraction}")
+def _summarised(support: Support, order: Path) -> Condition:
+    name, kind = "groups are summarised in a way that shows the largest id", support.abstraction
+    asked = [group for plan in support.plans for group in groups_of(plan, support.n) if not is_pooled(group)]
+    if any(asking_position(group) not in group.members for group in asked):
+        return Condition(name, False, "a group is asked by a position that it does not have, in a row that is not full")
+    if asked and order.order is None:
+        return Condition(
+            name, False, f"some groups are asked by a position, and no order of the tokens suits: {order.why}"
+        )
+    if asked:
+        return Condition(
+            name, True, "groups are asked by a position; in the order γ no token follows one that it asks for"
+        )
+    if kind.endswith("mean"):
+        return Condition(name, True, f"abstraction is {kind}; with δ^(-d) ≥ n + 3 the mean does")
+    return Condition(name, True, f"abstraction is {kind}")
+
+
+def suitable_order(support: Support) -> Path:
+    """γ: j may stand before a only if no group that a asks for has j in it (and a sees j)."""
+    allowed = support.union.mask().numpy()  # (n, n), row = the later token
     for plan in support.plans:
         for group in groups_of(plan, support.n):
-            if not is_pooled(group):
-                return Condition(name, False, "the query of a group is that of one position, its key a weighted mean")
-    return Condition(name, True, f"abstraction is {support.abstraction}")
+            asks = asking_position(group)
+            if asks is not None and asks < support.n:
+                allowed[asks, list(group.members)] = asks == np.array(group.members)  # itself stays: no empty set
+    counts = allowed.sum(1)
+    family = Family(np.concatenate(([0], counts.cumsum())), np.nonzero(allowed)[1].astype(np.int32))
+    return hamiltonian_path(family)
+
+
+def asking_position(group: Any) -> int | None:
+    """The position whose query a group uses; None where it pools the queries of its members."""
+    position = getattr(group, "asker", getattr(group, "query_position", None))
+    return None if position is None or position < 0 else int(position)
 
 
 def is_pooled(group: Any) -> bool:
-    """Is the group's query pooled from its members (and not the query of one position)?"""
-    return getattr(group, "asker", getattr(group, "query_position", None)) in (None, -1)
+    return asking_position(group) is None

@@ -35,6 +35,7 @@ from subquad.theory.construction import (
     run,
     selective_shifts,
 )
+from subquad.theory.combiner import suitable_order
 from subquad.theory.counting import steps_per_unit
 from subquad.theory.functions import Function, evaluate_exactly, named
 from subquad.theory.hamiltonian import hamiltonian_path
@@ -113,11 +114,15 @@ def prove(
     targets = _targets(function, n, d, m, support.causal)
     unit = common_unit(m, [value for value in targets.flat])
     outputs = np.array([int(value * unit) for value in targets.flat], dtype=object).reshape(targets.shape)
-    path = hamiltonian_path(support.union)
+    path, least_top = hamiltonian_path(support.union), 0
+    if support.view == "summaries":
+        suitable = suitable_order(support)
+        path = path if suitable.order is None else suitable
+        least_top = n * n if support.abstraction.endswith("mean") else 0
     order = list(range(n)) if path.order is None else path.order.tolist()
     steps = hops(support.heads, support.causal)  # a multihead layer can rest all families but one
     s = len(support.heads) * n if steps.steps is None else steps.steps
-    plan = Plan(support.heads, order, s, d, m, unit, support.causal)
+    plan = Plan(support.heads, order, s, d, m, unit, support.causal, least_top=least_top)
     stages = [Stage("embedding (D.1, Assumption 1.2)", path.order is not None, _embedding_detail(plan, path.why))]
     return _build(support, plan, stages, outputs, steps.why(support.causal))
 
@@ -237,10 +242,10 @@ def _with_summaries(support: Support, plan: Plan, x: Array, h: Array, context: A
         return Stage(name, True, detail)
     wrong = first_wrong_layer(support, plan, h, t)
     layer, s, k = wrong if wrong is not None else (-1, *found.worst)
-    detail = (
-        f"after attention layer {layer} token {k} of {_sequence(plan, x[s])} has another id than with dense attention"
-    )
-    return Stage(name, False, detail)
+    what = f"token {k} of {_sequence(plan, x[s])} has another id than with dense attention"
+    finer = support.abstraction.endswith("mean") and plan.m**plan.d < plan.n + 3
+    hint = "; a finer delta, δ^(-d) ≥ n + 3, would do" if finer else ""
+    return Stage(name, False, f"after attention layer {layer} {what}{hint}")
 
 
 def _sequence(plan: Plan, x: Array) -> str:
