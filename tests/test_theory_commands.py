@@ -62,7 +62,7 @@ def test_analyze_all():
 
 def test_prove():
     text = run("prove", "strided", "--w", "2", "--n", "4", "--d", "1", "--delta", "0.5")
-    exact, measured = text.split("Theorem 1 for")
+    exact, measured = text.split("Theorem 1, measured")
     assert exact.count("✓") == 7 and "the network equals the function" in exact and "d_2(f̄, g) = " in exact
     assert measured.count("✓") == 6 and "Lemma 5" in measured and "on finer grids" in measured
     found = json.loads(run("prove", "fixed:w=2", "--n", "3", "--json", code=1))

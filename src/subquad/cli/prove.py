@@ -57,7 +57,7 @@ def prove(
     if as_json:
         print(json.dumps(_as_dict(result, rows, theorem, trouble, holds), indent=2, ensure_ascii=False))
     else:
-        _print(result, rows, theorem, trouble)
+        _print(result, rows, theorem, trouble, epsilon is not None)
     raise typer.Exit(0 if holds else 1)
 
 
@@ -108,7 +108,7 @@ def _stage(stage: Any) -> dict[str, Any]:
     return {"stage": stage.name, "holds": stage.holds, "detail": stage.detail}
 
 
-def _print(result: Any, rows: list[Any], theorem: Any, trouble: str | None) -> None:
+def _print(result: Any, rows: list[Any], theorem: Any, trouble: str | None, asked: bool) -> None:
     console = out()
     for line in str(result).splitlines():
         console.print(Text(line, {"✓": "green", "✗": "red"}.get(line[0], "")), soft_wrap=True)
@@ -119,7 +119,10 @@ def _print(result: Any, rows: list[Any], theorem: Any, trouble: str | None) -> N
     for row in rows:
         console.print(f"t = {row.t:8.1f}   error of an id {row.context_error:9.2e} δ   d_2(f̄, g) = {row.d_p:.2e}")
     if theorem is not None:
-        console.print(f"\nTheorem 1 for ε = {theorem.epsilon:.4g}, measured on the network of this library's layers:")
+        chosen = "" if asked else ", twice the error of the step function (--epsilon sets another)"
+        console.print(
+            f"\nTheorem 1, measured on the network of this library's layers, ε = {theorem.epsilon:.4g}{chosen}:"
+        )
         for stage in theorem.stages:
             mark, style = ("✓", "green") if stage.holds else ("✗", "red")
             console.print(Text(f"{mark} {stage.name}: {stage.detail}", style), soft_wrap=True)

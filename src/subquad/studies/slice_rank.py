@@ -25,7 +25,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -123,7 +123,8 @@ def global_matrix(composition: str, n: int, length: int, width: int, seed: int) 
             weights.copy_(torch.rand(weights.shape, dtype=torch.float64, generator=generator) * 2 - 1)  # type: ignore[union-attr]
             weights /= width**0.25  # type: ignore[operator]
     x = torch.randn(1, n, width, dtype=torch.float64, generator=generator)
-    local, coarse = (w[0, 0] for w in layer.attention.weights(x, x, x, Projections(layer)))  # (n, n), (m, m)
+    mechanism: Any = layer.attention
+    local, coarse = (w[0, 0] for w in mechanism.weights(x, x, x, Projections(layer)))  # (n, n), (m, m)
     mean = torch.eye(n // length, dtype=torch.float64).repeat_interleave(length, 1) / length  # μ, (m, n)
     inner = mean if composition == "parallel" else mean @ local  # (m, n): how a slice is read
     whole = coarse.repeat_interleave(length, 0) @ inner  # (n, n)

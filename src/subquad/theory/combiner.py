@@ -82,7 +82,9 @@ class Proposition1:
         lines = ["Proposition 1 of Combiner: the paper states it and prints no proof; ours needs three conditions"]
         lines += [f"  {'✓' if c.holds else '✗'} {c.name}: {c.detail}" for c in self.conditions]
         if self.proved:
-            lines.append("  proved: the layers of dense attention (s = 1) work unchanged; `subquad prove` runs them")
+            lines.append(
+                "  proved: the layers of dense attention (s = 1) work with summaries too; `subquad prove` runs them"
+            )
         else:
             lines.append(
                 "  not decided: the proof does not apply, which refutes nothing; `subquad prove` runs the layers"

@@ -175,7 +175,7 @@ def _arrange(name: str, edges: list[EdgeList], causal: bool, layout: str, **more
     return Support(name, cycle, heads, causal, layout, **more)
 
 
-def _from_attention(a: Attention, n: int) -> Support:
+def _from_attention(a: Any, n: int) -> Support:
     view, name, causal = view_of(a), a.name or type(a).__name__, a.options.causal
     options = {key: value for key, value in vars(a.options).items() if key not in NOT_COPIED and value is not None}
     more: dict[str, Any] = {"layer": (a.name, options) if a.name else None}
@@ -192,7 +192,7 @@ def _from_attention(a: Attention, n: int) -> Support:
     return _arrange(name, [EdgeList.from_mask(m) for m in masks], causal, "multihead", view=view, map=rho, **more)
 
 
-def view_of(a: Attention) -> str:
+def view_of(a: Any) -> str:
     """How the weights of a mechanism come about, one of `VIEWS`."""
     declared = getattr(a, "theory_view", None)
     if declared is not None:
@@ -208,7 +208,7 @@ def view_of(a: Attention) -> str:
     return "map" if isinstance(getattr(a, "map", None), ProbabilityMap) else "other"
 
 
-def plans_of(a: Attention) -> tuple[Any, ...]:
+def plans_of(a: Any) -> tuple[Any, ...]:
     """The Combiner plans of a mechanism; several in a mixture, none where it has no plan."""
     if hasattr(a, "partitions"):
         return tuple(a.partitions)
