@@ -51,6 +51,7 @@ def test_proposition_1_at_many_sizes(spec, n, d, delta):
     assert prove(spec, n, d, delta, "sum").holds
 
 
+@pytest.mark.slow
 def test_the_mean_works_with_a_fine_grid():
     """δ^(-d) ≥ n + 3; at δ = 1/2 this very plan fails, because the largest id hides behind the mean of its group."""
     spec = "combiner-axial:plan=vertical,cols=2,abstraction=mean"

@@ -61,7 +61,7 @@ def test_analyze_all():
 
 
 def test_prove():
-    text = run("prove", "strided", "--w", "2", "--n", "4", "--d", "1", "--delta", "0.5")
+    text = run("prove", "strided", "--w", "2", "--n", "3", "--d", "1", "--delta", "0.5")
     exact, measured = text.split("Theorem 1, measured")
     assert exact.count("✓") == 7 and "the network equals the function" in exact and "d_2(f̄, g) = " in exact
     assert measured.count("✓") == 6 and "Lemma 5" in measured and "on finer grids" in measured
@@ -75,10 +75,10 @@ def test_prove_measures_a_function_of_ones_own(tmp_path, monkeypatch):
         "import numpy as np\n\ndef bump(x):\n    return np.exp(-np.asarray(x, dtype=float) ** 2)\n"
     )
     monkeypatch.chdir(tmp_path)
-    found = json.loads(run("prove", "star", "--n", "3", "--function", "bumps:bump", "--json"))["theorem1"]
+    found = json.loads(run("prove", "star", "--n", "2", "--function", "bumps:bump", "--json"))["theorem1"]
     assert found["holds"] and found["distance"] <= found["epsilon"]
     assert found["lemma5_on_finer_grids"]["1/16"] < found["lemma5"] / 4  # continuous: it falls with δ
-    text = run("prove", "star", "--n", "3", "--function", "bumps:bump", "--epsilon", "0.2", code=1)
+    text = run("prove", "star", "--n", "2", "--function", "bumps:bump", "--epsilon", "0.2", code=1)
     assert "✗ piecewise constant (Lemma 5)" in text and "is fine enough, with" in text
 
 
@@ -88,7 +88,7 @@ def test_analyze_and_prove_a_combiner():
     assert found["proposition1"]["direct_sets_universal"] is False
     text = run("analyze", "combiner-axial:plan=rowmajor", "--n", "60")
     assert "universal: not decided" in text and "prints no proof" in text and "not full" in text
-    text = run("prove", "combiner-fixed:span=2", "--n", "4", "--function", "mean")
+    text = run("prove", "combiner-fixed:span=2", "--n", "3", "--function", "mean")
     assert "✓ summaries (Combiner, Proposition 1)" in text and "✓ Theorem 1" in text
 
 

@@ -49,7 +49,7 @@ def test_softmax_error_falls_with_the_temperature(source):
 
 def test_the_layers_are_the_librarys_with_the_pattern_inside():
     proof = prove("strided:w=2", 4)
-    network = theorem1(proof, samples=64).network
+    network = theorem1(proof, samples=16).network
     layers = [module for module in network.modules() if isinstance(module, MultiheadAttention)]
     assert len(layers) == sum(1 for layer in network[1])
     assert {type(layer.attention).__name__ for layer in layers} == {"Strided"}
@@ -70,7 +70,7 @@ def test_other_maps_do_as_well(spec):
 
 def test_the_printed_margin_is_too_large():
     """Scores differ by δ²/2, not δ/2: the temperature for the printed ζ leaves errors that the proof does not allow."""
-    proof = prove("fixed:w=2", 4, 1, "1/3")
+    proof = prove("fixed:w=2", 2, 1, "1/3")
     plan, enough = proof.plan, sufficient_temperature(proof.plan)
     printed = enough * (1 / (4 * plan.m**2)) / (1 / (2 * plan.m))  # the same η with ζ = δ/2
     assert printed < enough
@@ -116,7 +116,7 @@ def test_clipping():
 )
 def test_theorem_1(source, n, d, delta, function):
     proof = prove(source, n, d, delta, function)
-    found = theorem1(proof, function, samples=128)
+    found = theorem1(proof, function, samples=64)
     assert found.holds, [str(stage) for stage in found.stages]
     assert found.total.value <= found.epsilon == pytest.approx(2 * found.lemma5.value)
     assert found.total.value <= found.lemma5.value + found.step3.value + 4 * (found.total.error + found.lemma5.error)
@@ -137,7 +137,7 @@ def test_the_network_is_a_function_of_the_input_alone():
 def test_causal_theorem_1():
     for spec in ("full", "star:w=1"):
         proof = prove(spec, 3, 1, "1/2", "wave", causal=True)
-        found = theorem1(proof, "wave", samples=128)
+        found = theorem1(proof, "wave", samples=64)
         assert found.holds, [str(stage) for stage in found.stages]
 
 
@@ -151,13 +151,12 @@ def test_lemma_5_is_the_modulus_of_continuity():
 
 
 def test_an_epsilon_of_ones_own():
-    proof = prove("star:w=1", 3, 1, "1/2", "mean")
-    assert theorem1(proof, "mean", epsilon=1.0, samples=128).holds
-    coarse = theorem1(proof, "mean", epsilon=0.4, samples=128)
-    assert not coarse.holds and not coarse.stages[0].holds and "delta = 1/" in coarse.stages[0].detail
+    proof = prove("star:w=1", 2, 1, "1/2", "mean")
+    assert theorem1(proof, "mean", epsilon=1.0, samples=64).holds
+    coarse = theorem1(proof, "mean", epsilon=0.5, samples=64)
+    assert not coarse.holds and not coarse.stages[0].holds and "is fine enough" in coarse.stages[0].detail
     needed = int(coarse.stages[0].detail.split("delta = 1/")[1].split()[0])
-    finer = theorem1(prove("star:w=1", 3, 1, Fraction(1, needed), "mean"), "mean", epsilon=0.4, samples=128)
-    assert finer.total.value < coarse.total.value
+    assert theorem1(prove("star:w=1", 2, 1, Fraction(1, needed), "mean"), "mean", epsilon=0.5, samples=64).holds
 
 
 def test_alpha_is_what_f4_asks_for():
