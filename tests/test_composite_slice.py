@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from subquad.kernels.blocks import unplan
+from subquad.kernels.slices import local_plan
 from torch import nn
 
 import subquad
-from subquad.kernels.blocks import unplan
-from subquad.kernels.slices import local_plan
 from subquad.layers import MultiheadAttention, Projections
 from subquad.positions import MultiScalePositions
 from subquad.studies.slice_cost import best_slice_length, crossover, draw_slice_cost, linear_cost, slice_cost

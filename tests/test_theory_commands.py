@@ -1,4 +1,4 @@
-"""`subquad analyze` and `subquad prove`."""
+"""`subquad analyze`, `subquad prove` and `subquad study slice-rank`."""
 
 import json
 
@@ -56,16 +56,40 @@ def test_analyze_draws(tmp_path):
 def test_analyze_all():
     rows = {row["spec"]: row for row in json.loads(run("analyze", "--all", "--n", "36", "--json"))}
     assert {"full", "star", "strided:heads=union", "SBM Lemma 2, k = √n"} <= set(rows)
-    assert rows["full"]["hops"] == 1 and rows["full"]["exponent"] == 2
+    assert rows["full"]["hops"] == 1 and rows["full"]["exponent"] == pytest.approx(2)
     assert "| full | yes |" in run("analyze", "--all", "--n", "16", "--causal", "--markdown")
 
 
 def test_prove():
-    text = run("prove", "strided", "--w", "2", "--n", "4", "--d", "1", "--delta", "0.5")
-    assert text.count("✓") == 7 and "the network equals the function" in text and "d_2 = " in text
+    text = run("prove", "strided", "--w", "2", "--n", "3", "--d", "1", "--delta", "0.5")
+    exact, measured = text.split("Theorem 1, measured")
+    assert exact.count("✓") == 7 and "the network equals the function" in exact and "d_2(f̄, g) = " in exact
+    assert measured.count("✓") == 6 and "Lemma 5" in measured and "on finer grids" in measured
     found = json.loads(run("prove", "fixed:w=2", "--n", "3", "--json", code=1))
     assert found["holds"] is False and found["breaks"].startswith("Property 7.2")
     assert json.loads(run("prove", "full", "--n", "3", "--causal", "--function", "cummax", "--json"))["holds"]
+
+
+def test_prove_measures_a_function_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "bumps.py").write_text(
+        "import numpy as np\n\ndef bump(x):\n    return np.exp(-np.asarray(x, dtype=float) ** 2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(run("prove", "star", "--n", "2", "--function", "bumps:bump", "--json"))["theorem1"]
+    assert found["holds"] and found["distance"] <= found["epsilon"]
+    assert found["lemma5_on_finer_grids"]["1/16"] < found["lemma5"] / 4  # continuous: it falls with δ
+    text = run("prove", "star", "--n", "2", "--function", "bumps:bump", "--epsilon", "0.2", code=1)
+    assert "✗ piecewise constant (Lemma 5)" in text and "is fine enough, with" in text
+
+
+def test_analyze_and_prove_a_combiner():
+    found = json.loads(run("analyze", "combiner-fixed", "--n", "64", "--span", "8", "--json"))
+    assert set(found) >= KEYS and found["universal"] is True and found["proposition1"]["status"] == "proved"
+    assert found["proposition1"]["direct_sets_universal"] is False
+    text = run("analyze", "combiner-axial:plan=rowmajor", "--n", "60")
+    assert "universal: not decided" in text and "prints no proof" in text and "not full" in text
+    text = run("prove", "combiner-fixed:span=2", "--n", "3", "--function", "mean")
+    assert "✓ summaries (Combiner, Proposition 1)" in text and "✓ Theorem 1" in text
 
 
 @pytest.mark.parametrize(
@@ -82,8 +106,25 @@ def test_prove():
         (["analyze", "star", "--map", "nosuch"], "map"),
         (["prove", "star", "--delta", "0.4"], "1/delta"),
         (["prove", "star", "--function", "json:nosuch"], "no nosuch"),
+        (["prove", "star", "--function", "nosuch"], "reverse, sum, mean"),
+        (["prove", "star", "--n", "3", "--epsilon", "0"], "epsilon is 0"),
+        (["prove", "star", "--n", "3", "--epsilon", "1e-12"], "F.4 asks for"),
+        (["prove", "composite-slice"], "nothing to be built from"),
     ],
 )
 def test_wrong_requests_are_one_line(words, message):
     output = run(*words, code=2)
     assert message in output and len(output.strip().splitlines()) == 1
+
+
+def test_the_help_names_every_function():
+    from subquad.cli.prove import FUNCTIONS
+    from subquad.theory import functions
+
+    assert FUNCTIONS.split(", ") == [*functions.FUNCTIONS, *functions.CAUSAL_FUNCTIONS]
+
+
+def test_study_slice_rank(tmp_path):
+    text = run("study", "slice-rank", "--seeds", "1", "--png", str(tmp_path / "a.png"))
+    assert "CS / H" in text and "neither contains the other" in text
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -28,6 +28,8 @@ from subquad.attention.routing import Clusters, Routing, RoutingOptions
 from subquad.core.options import option
 from subquad.kernels.clusters import cluster_attention, cluster_prefix
 from subquad.probability import probability_map
+from subquad.supports import partitions
+from subquad.supports.partitions import Partition
 
 
 class CombinerRouting(Routing):
@@ -80,6 +82,11 @@ class CombinerRouting(Routing):
             allowed.append((seen.any(-1) & (cluster != c))[..., None])
         p = softmax(torch.cat(logits, -1), torch.cat(allowed, -1))  # (B, H, n, n + C)
         return p[..., :n] + (p[..., n:, None] * torch.stack(local, 3)).sum(3)
+
+    @property
+    def partition(self) -> Partition:
+        """For the theory: tokens dealt out to the clusters in turn. The real plan depends on q and k."""
+        return partitions.Routing(causal=self.options.causal, dealt=self.clusters)
 
     def support(self, n: int) -> Tensor:
         full = torch.ones(n, n, dtype=torch.bool)

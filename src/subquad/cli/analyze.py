@@ -48,7 +48,10 @@ def analyze(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="With --all, print the table in Markdown.")] = False,
 ) -> None:
-    """Check the conditions under which a sparse Transformer is a universal approximator (Yun et al. 2020)."""
+    """Check the conditions under which a sparse Transformer is a universal approximator (Yun et al. 2020).
+
+    For a Combiner the conditions of its Proposition 1 are checked as well.
+    """
     spec, options = read_arguments(spec, context.args)
     if as_markdown and not every:
         raise typer.BadParameter("--markdown needs --all")

@@ -97,6 +97,12 @@ def kept_csr(pattern: Pattern, n: int, family: int | None) -> Csr:
     return pattern.csr(n, family)
 
 
+def csr_of_mask(mask: Tensor) -> Csr:
+    """The edges of a bool mask (n, m), True = attends."""
+    seen = mask.cpu().numpy()
+    return pointers(seen.sum(1)), seen.nonzero()[1].astype(np.int32)
+
+
 def pointers(degrees: np.ndarray) -> np.ndarray:
     """Where the rows of a CSR list begin, from the number of keys per row."""
     return np.concatenate(([0], degrees.cumsum())).astype(np.int64)

@@ -14,8 +14,9 @@ whose output k depends on inputs 0 … k: every token reaches all earlier ones i
 identity, because edges lead forward. The construction of `proof` carries over with a wider positional embedding.
 
 Mechanisms that are not eq. 2: an SBM-Transformer is read through its expected graph, as in the theorem of its authors.
-Combiner and Composite Slice reach tokens through summaries, whose weights are no map of the tokens' own scores; the
-checks of Assumption 1 on their supports are reported, and `universal` stays None.
+A Combiner reaches tokens through summaries, whose weights are no map of the tokens' own scores: Theorem 1 does not
+cover it, Proposition 1 of its authors does (`combiner`), and `universal` is True where that is proved, else None. For
+anything else, such as Composite Slice, the checks on the support are reported and `universal` stays None.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from subquad.probability import ProbabilityMap, Softmax
+from subquad.theory.combiner import Proposition1, proposition1
 from subquad.theory.counting import connections, sparsity
 from subquad.theory.hamiltonian import Path, hamiltonian_path
 from subquad.theory.hops import Hops, hops
@@ -42,6 +44,7 @@ class Verdict:
     path: Path
     hops: Hops
     map: MapVerdict
+    proposition1: Proposition1 | None = None  # of a Combiner
 
     @property
     def self_loops(self) -> bool:
@@ -62,7 +65,9 @@ class Verdict:
     def universal(self) -> bool | None:
         if self.assumption1 is False or not self.map.holds:
             return False
-        return None if self.support.weighing == "other" else self.assumption1
+        if self.proposition1 is not None:
+            return True if self.proposition1.proved else None
+        return None if self.support.view == "other" else self.assumption1
 
     @property
     def refuted(self) -> bool:
@@ -80,10 +85,14 @@ class Verdict:
             lines.append("causal: 1.3 as printed cannot hold, token 0 sees nobody else; this is the causal variant")
         if s.layout == "multihead":
             lines.append("multihead: 1.2 and 1.3 on the union of the heads' sets, 1.1 on every head's own")
-        if s.weighing == "sampled":
+        if s.view == "sampled":
             lines.append("sampled graphs: the checks are about the expected graph, pairs with p > 0")
-        if s.weighing == "other":
+        if s.view == "summaries":
+            lines.append("these are the pairs it joins, most of them through summaries; Theorem 1 is about eq. 2 only")
+        if s.view == "other":
             lines.append("reaches tokens through summaries: Theorem 1 is about eq. 2 and does not cover it")
+        if self.proposition1 is not None:
+            lines += self.proposition1.reasons
         if self.universal is False and not self.refuted:
             lines.append("not covered by Theorem 1, which does not prove that it is not universal")
         return lines
@@ -110,6 +119,7 @@ class Verdict:
             "map": self.map.name,
             "connections": connections(s),
             "sparsity": sparsity(s),
+            "proposition1": None if self.proposition1 is None else self.proposition1.to_dict(),
             "reasons": self.reasons,
             "path": None if order is None else order.tolist(),
         }
@@ -145,6 +155,7 @@ def check(
         hamiltonian_path(support.union, seed),
         hops(support.cycle, support.causal),
         check_map(rho, columns),
+        proposition1(support) if support.view == "summaries" else None,
     )
 
 

@@ -79,6 +79,7 @@ class Plan:
     unit: int  # U: numbers are multiples of 1/U
     causal: bool = False
     lift: int = 1  # factor on the constant of Ω
+    least_top: int = 0  # E_γ(0) is at least this
 
     @property
     def n(self) -> int:
@@ -90,13 +91,14 @@ class Plan:
 
     @property
     def top(self) -> int:
-        """E_γ(0): n-1 as in D.1, or wide enough for causal ids."""
+        """E_γ(0): n-1 as in D.1, or wide enough for causal ids, or as wide as asked for."""
+        least = max(self.n - 1, self.least_top)
         if not self.causal:
-            return self.n - 1
+            return least
         jump, width = self.m**self.d, sum(self.m**i for i in range(self.d))  # δ^{-d} and Δ
         spread = self.m ** (self.d - 1)
         highest = (self.n - 2) * width + spread  # of a column that has not been shifted
-        return max(self.n - 1, (spread + jump * highest) // ((jump - 1) * width) + 1)
+        return max(least, (spread + jump * highest) // ((jump - 1) * width) + 1)
 
     @property
     def embedding(self) -> list[int]:

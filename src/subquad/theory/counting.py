@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
+
+import numpy as np
 
 from subquad.theory.sets import Support, read
 
@@ -20,10 +21,14 @@ def connections(support: Support) -> int | float:
     return total // p if total % p == 0 else total / p
 
 
+def possible(n: int, causal: bool) -> int:
+    """All pairs: n², causal n(n+1)/2."""
+    return n * (n + 1) // 2 if causal else n * n
+
+
 def sparsity(support: Support) -> float:
-    """Share of the n² (causal: n(n+1)/2) possible connections that are absent."""
-    n = support.n
-    return 1 - connections(support) / (n * (n + 1) // 2 if support.causal else n * n)
+    """Share of the possible connections that are absent."""
+    return 1 - connections(support) / possible(support.n, support.causal)
 
 
 def growth(source: Any, n: int, *, causal: bool | None = None) -> float:
@@ -36,9 +41,7 @@ def growth(source: Any, n: int, *, causal: bool | None = None) -> float:
 
 def slope(sizes: Sequence[float], counts: Sequence[float]) -> float:
     """Least squares of log counts on log sizes."""
-    xs, ys = [math.log(x) for x in sizes], [math.log(y) for y in counts]
-    x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / sum((x - x0) ** 2 for x in xs)
+    return float(np.polyfit(np.log(sizes), np.log(counts), 1)[0])
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 
 from subquad.plots import COLOURS, Panel, Sheet, draw_sheet, rgb
 from subquad.theory.assumptions import Verdict
+from subquad.theory.counting import possible
 from subquad.theory.hops import hop_sets, unpack
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def draw_hops(verdict: Verdict, title: str = "") -> Figure:
             seen = unpack(bits, n)
             if verdict.hops.steps is None and t > p and (seen == before).all():
                 break  # it will not grow any more
-            share = seen.sum() / (n * (n + 1) / 2 if support.causal else n * n)
+            share = seen.sum() / possible(n, support.causal)
             note = f"{share:.1%} of the {'earlier ' * support.causal}pairs"
             panels.append(Panel(_colours(before, seen), f"{t} layer{'s' * (t > 1)}", note))
             before = seen

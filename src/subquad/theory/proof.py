@@ -6,11 +6,14 @@
 Every stage of appendices D and E becomes a statement that is verified on every sequence of {0, δ, …, 1-δ}^{d×n}. For a
 pattern that violates an assumption the construction goes on with what there is (the identity for a missing γ, p·n
 layers for a missing s), and the first statement that fails is where the proof breaks.
+
+A Combiner (Proposition 1 of its authors, `combiner`) is given the network of dense attention, since its plan joins all
+pairs. One more stage then runs the attention layers with the mechanism itself, softmax and summaries included, and asks
+whether the ids are those of the exact network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -18,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from subquad.theory.assumptions import missing_loop
+from subquad.theory.combiner import suitable_order
 from subquad.theory.construction import (
     Array,
     Assign,
@@ -33,24 +37,13 @@ from subquad.theory.construction import (
     selective_shifts,
 )
 from subquad.theory.counting import steps_per_unit
+from subquad.theory.functions import Function, evaluate_exactly, named
 from subquad.theory.hamiltonian import hamiltonian_path
 from subquad.theory.hops import hops
 from subquad.theory.sets import Support, read
+from subquad.theory.temperature import first_wrong_layer, run_context, sufficient_temperature
 
 LARGEST = 4000  # columns of the grid, n/δ^{dn}: the value map has a layer for each of them
-
-Function = Callable[[np.ndarray], Any]
-FUNCTIONS: dict[str, Function] = {
-    "reverse": lambda x: x[:, ::-1],
-    "sum": lambda x: np.cumsum(x, 1)[:, -1:] + 0 * x,
-    "sort": lambda x: np.sort(x, 1),
-    "max": lambda x: x.max(1, keepdims=True) + 0 * x,
-}
-CAUSAL_FUNCTIONS: dict[str, Function] = {
-    "cumsum": lambda x: np.cumsum(x, 1),
-    "first": lambda x: x[:, :1] + 0 * x,
-    "cummax": lambda x: np.maximum.accumulate(x, 1),
-}
 
 
 @dataclass(frozen=True)
@@ -106,24 +99,30 @@ def prove(
 ) -> Proof:
     """Build the modified sparse Transformer for `function` from the sets of `source`, and verify every stage.
 
-    `function` maps an object array (d, n) of Fractions to (d, n) numbers; a name of `FUNCTIONS` (causal:
-    `CAUSAL_FUNCTIONS`); None = reverse (causal: cumsum).
+    `function` maps an array (d, n) to (d, n) numbers, or is a name (`functions`); None = reverse (causal: cumsum).
     """
     support = source if isinstance(source, Support) else read(source, n, causal=causal)
-    if support.weighing == "other":
-        raise ValueError(f"{support.name} reaches tokens through summaries; the proof is about eq. 2, a map over sets")
+    if support.view == "other":
+        raise ValueError(
+            f"{support.name} is neither a probability map over index sets (eq. 2) nor a Combiner plan; "
+            "the construction has nothing to be built from"
+        )
     m = steps_per_unit(delta)
     if d < 1 or n * m ** (d * n) > LARGEST:
         size = f"the grid has {n * m ** (d * n):,} columns" if d >= 1 else f"d is {d}"
-        raise ValueError(f"n = {n}, d = {d}, delta = 1/{m}: {size}; d ≥ 1 and n/δ^(dn) ≤ {LARGEST:,} are possible")
+        raise ValueError(f"n = {n}, d = {d}, delta = 1/{m}: {size}; it must be d ≥ 1 and n/δ^(dn) ≤ {LARGEST:,}")
     targets = _targets(function, n, d, m, support.causal)
     unit = common_unit(m, [value for value in targets.flat])
     outputs = np.array([int(value * unit) for value in targets.flat], dtype=object).reshape(targets.shape)
-    path = hamiltonian_path(support.union)
+    path, least_top = hamiltonian_path(support.union), 0
+    if support.view == "summaries":
+        suitable = suitable_order(support)
+        path = path if suitable.order is None else suitable
+        least_top = n * n if support.abstraction.endswith("mean") else 0
     order = list(range(n)) if path.order is None else path.order.tolist()
     steps = hops(support.heads, support.causal)  # a multihead layer can rest all families but one
     s = len(support.heads) * n if steps.steps is None else steps.steps
-    plan = Plan(support.heads, order, s, d, m, unit, support.causal)
+    plan = Plan(support.heads, order, s, d, m, unit, support.causal, least_top=least_top)
     stages = [Stage("embedding (D.1, Assumption 1.2)", path.order is not None, _embedding_detail(plan, path.why))]
     return _build(support, plan, stages, outputs, steps.why(support.causal))
 
@@ -147,6 +146,8 @@ def _build(support: Support, plan: Plan, stages: list[Stage], outputs: Array, re
         s, k = wrong[0]
         detail = f"wrong at token {k} of {_sequence(plan, x[s])} ({len({int(i) for i, _ in wrong}):,} sequences)"
     stages.append(Stage("values (Lemma 8)", not len(wrong), detail))
+    if support.view == "summaries":
+        stages.append(_with_summaries(support, plan, x, h, context))
     layers = {
         "quantising layers": len(quantise),
         "attention layers": len(shift) + len(raised),
@@ -232,6 +233,21 @@ def _contextual(plan: Plan, x: Array, context: Array, reach: str) -> list[Stage]
     return [*stages, Stage("Property 7.2 (Assumption 1.3)", True, detail)]
 
 
+def _with_summaries(support: Support, plan: Plan, x: Array, h: Array, context: Array) -> Stage:
+    """Proposition 1 of Combiner: the mechanism's own layers give the ids of dense attention."""
+    name, t = "summaries (Combiner, Proposition 1)", sufficient_temperature(plan, summaries=True)
+    found = run_context(support, plan, h, context, t)
+    if found.error < 0.25:
+        detail = f"with the layers of {support.name} at t = {t:.1f} no id is off by more than {found.error:.1e} δ"
+        return Stage(name, True, detail)
+    wrong = first_wrong_layer(support, plan, h, t)
+    layer, s, k = wrong if wrong is not None else (-1, *found.worst)
+    what = f"token {k} of {_sequence(plan, x[s])} has another id than with dense attention"
+    finer = support.abstraction.endswith("mean") and plan.m**plan.d < plan.n + 3
+    hint = "; a finer delta, δ^(-d) ≥ n + 3, would do" if finer else ""
+    return Stage(name, False, f"after attention layer {layer} {what}{hint}")
+
+
 def _sequence(plan: Plan, x: Array) -> str:
     """A sequence (d, n) as text, token by token."""
     columns = [[str(Fraction(int(value), plan.unit)) for value in x[:, k]] for k in range(plan.n)]
@@ -243,21 +259,12 @@ def _sequence(plan: Plan, x: Array) -> str:
 
 def _targets(function: str | Function | None, n: int, d: int, m: int, causal: bool) -> np.ndarray:
     """f on the grid as Fractions, (N, d, n)."""
-    if function is None:
-        function = "cumsum" if causal else "reverse"
-    if isinstance(function, str):
-        known = {**CAUSAL_FUNCTIONS} if causal else {**FUNCTIONS, **CAUSAL_FUNCTIONS}
-        if function not in known:
-            raise ValueError(f"function is {function!r}; the functions are {', '.join(known)}")
-        function = known[function]
+    f = named(function, causal)
     points = grid(n, d, m, m)  # integers 0 … m-1
     values = np.empty(points.shape, dtype=object)
     for s, point in enumerate(points):
         exact = np.array([Fraction(int(v), m) for v in point.flat], dtype=object).reshape(d, n)
-        got = np.asarray(function(exact), dtype=object)
-        if got.shape != (d, n):
-            raise ValueError(f"function returns shape {got.shape}; it must be (d, n) = {(d, n)}")
-        values[s] = np.array([Fraction(v) for v in got.flat], dtype=object).reshape(d, n)
+        values[s] = evaluate_exactly(f, exact)
     if causal:
         _require_causal(points, values)
     return values

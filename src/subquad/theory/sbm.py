@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numba
 import numpy as np
 import torch
-from torch import Tensor
 
 from subquad.theory.sets import Support, read
 
@@ -93,17 +91,3 @@ def lemma2(n: int, k: int, *, order: tuple[int, int, int] = (1, 2, 3)) -> Suppor
     own = i == j
     patterns = {1: i * k // n == j * k // n, 2: own | (j >= n - k), 3: own | (i >= n - k)}
     return read(torch.stack([patterns[number].expand(n, n) for number in order]))
-
-
-def expected_graph(probabilities: Any, *, self_loops: bool = True) -> Tensor:
-    """The graph of pairs that an SBM can draw, p_ij > 0: bool (n, n) or (p, n, n), for `check`.
-
-    `self_loops` adds the diagonal, as the proof does (and the mechanism's option of that name).
-    """
-    p = torch.as_tensor(probabilities)
-    if p.dim() not in (2, 3) or p.shape[-1] != p.shape[-2]:
-        raise ValueError(f"probabilities have shape {tuple(p.shape)}; they must be (n, n) or (p, n, n)")
-    if not ((p >= 0) & (p <= 1)).all():
-        raise ValueError(f"probabilities reach from {float(p.min()):g} to {float(p.max()):g}; they must lie in [0, 1]")
-    graph = p > 0
-    return graph | torch.eye(p.shape[-1], dtype=torch.bool) if self_loops else graph

@@ -10,25 +10,30 @@ is one family, the union. `multihead` shows a token the union of the families in
 (1.2, 1.3) are those of the union, while self-loops (1.1) are asked of every head's own family: one head cannot look
 into the sets of another. Heads that differ in `Attention.support` are read in the same way. The theorem takes two heads
 per family; that many are assumed.
+
+A mechanism is read through its class, never by its name: `pattern` (a map over index sets, eq. 2), `partitions` or
+`partition` (Combiner plans, with groups summarised by `abstraction`), a random graph (`capabilities.stochastic`), or
+a probability map over all pairs (`map`). A class may say so itself with `theory_view`, one of `VIEWS`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from subquad.attention.base import Attention
-from subquad.attention.full import Full
-from subquad.attention.patterns import PatternAttention, as_masks
+from subquad.attention.patterns import as_masks
 from subquad.attention.registry import for_length
-from subquad.kernels.edges import EdgeList
 from subquad.probability import ProbabilityMap
-from subquad.supports.patterns import Pattern
+from subquad.supports.patterns import Csr, Pattern, csr_of_mask
 
 LAYOUTS = ("sequential", "union", "multihead")
+VIEWS = ("map", "summaries", "sampled", "other")  # how the weights of a mechanism come about; see `Support.view`
+NOT_COPIED = ("num_heads", "head_dim", "scale", "dropout", "layer_index")  # options a layer of the proof sets itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +72,12 @@ class Family:
         counts = np.bincount(self.indices, minlength=self.n)
         return Family(np.concatenate(([0], counts.cumsum())), self.rows()[order].astype(np.int32))
 
+    def mask(self) -> Tensor:
+        """bool (n, n), row = query."""
+        mask = torch.zeros(self.n, self.n, dtype=torch.bool)
+        mask[torch.from_numpy(self.rows()), torch.from_numpy(self.indices).long()] = True
+        return mask
+
 
 @dataclass(frozen=True, eq=False)
 class Support:
@@ -77,8 +88,11 @@ class Support:
     heads: tuple[Family, ...]  # the families that single heads use
     causal: bool
     layout: str = "sequential"
-    weighing: str = "map"  # "map": eq. 2, a map over scores on the sets; "sampled": an SBM; "other": neither
+    view: str = "map"  # "map": eq. 2; "summaries": Combiner plans; "sampled": a random graph; "other": none of these
     map: ProbabilityMap | None = None
+    plans: tuple[Any, ...] = ()  # view "summaries": the partitions
+    abstraction: str = ""  # view "summaries": how a group becomes one query and one key
+    layer: tuple[str, dict[str, Any]] | None = field(default=None, repr=False)  # what MultiheadAttention is made with
 
     @property
     def n(self) -> int:
@@ -115,13 +129,13 @@ def read(source: Any, n: int | None = None, *, causal: bool | None = None, layou
             raise ValueError(f"layout is {layout!r}, but {source.name} has a layout of its own (heads=…)")
         return _from_attention(source, _length(n))
     if isinstance(source, Pattern):
-        edges = [source.edges(_length(n), f) for f in range(source.families)]
+        edges = [source.csr(_length(n), f) for f in range(source.families)]
         return _arrange(type(source).__name__.lower(), edges, source.causal, layout or "sequential")
     masks = as_masks(_tensor(source))  # (p, n, n)
     if n is not None and n != masks.shape[1]:
         raise ValueError(f"n is {n}, but the sets are given for length {masks.shape[1]}")
     _length(masks.shape[1])
-    edges = [EdgeList.from_mask(mask.tril() if causal else mask) for mask in masks]
+    edges = [csr_of_mask(mask.tril() if causal else mask) for mask in masks]
     return _arrange("sets", edges, bool(causal), layout or "sequential")
 
 
@@ -148,29 +162,60 @@ def _tensor(sets: Any) -> Any:
     return sets
 
 
-def _arrange(name: str, edges: list[EdgeList], causal: bool, layout: str, **more: Any) -> Support:
-    """p families in a head layout."""
+def _arrange(name: str, edges: list[Csr], causal: bool, layout: str, **more: Any) -> Support:
+    """p families in a head layout. Sets that no mechanism brings are run as `attention="pattern"`."""
     families = tuple(_family(e, f"{name}: family {f}") for f, e in enumerate(edges))
     cycle = families if layout == "sequential" else (join(families),)
     heads = cycle if layout == "union" else families
-    return Support(name, cycle, heads, causal, layout if len(families) > 1 else "sequential", **more)
+    layout = layout if len(families) > 1 else "sequential"
+    if "layer" not in more:
+        sets = torch.stack([family.mask() for family in families])  # (p, n, n)
+        more["layer"] = "pattern", {"sets": sets, "heads": layout, "causal": causal}
+    return Support(name, cycle, heads, causal, layout, **more)
 
 
-def _from_attention(a: Attention, n: int) -> Support:
-    name, causal = a.name or type(a).__name__, a.options.causal
-    if isinstance(a, PatternAttention):
+def _from_attention(a: Any, n: int) -> Support:
+    view, name, causal = view_of(a), a.name or type(a).__name__, a.options.causal
+    options = {key: value for key, value in vars(a.options).items() if key not in NOT_COPIED and value is not None}
+    more: dict[str, Any] = {"layer": (a.name, options) if a.name else None}
+    pattern = a.sized(n) if isinstance(getattr(a, "pattern", None), Pattern) else None
+    if pattern is not None:
         layout, rho = a.options.heads, a.options.probability_map(a.options.num_heads)
-        used = [f for _, f in a.head_groups()] if layout == "multihead" else range(a.pattern.families)
-        return _arrange(name, [a.pattern.edges(n, f) for f in used], causal, layout, map=rho)
+        used = [f for _, f in a.head_groups()] if layout == "multihead" else range(pattern.families)
+        return _arrange(name, [pattern.csr(n, f) for f in used], causal, layout, map=rho, **more)
+    if view == "summaries":
+        more |= {"plans": plans_of(a), "abstraction": getattr(a.options, "abstraction", "")}
     mask = a.support(n)
     masks = mask.unique(dim=0) if mask.dim() == 3 else mask[None]  # heads with equal sets are one family
-    weighing = "map" if isinstance(a, Full) else "sampled" if name == "sbm" else "other"
-    rho = a.map if isinstance(a, Full) else None
-    return _arrange(name, [EdgeList.from_mask(m) for m in masks], causal, "multihead", weighing=weighing, map=rho)
+    rho = getattr(a, "map", None) if view == "map" else None
+    return _arrange(name, [csr_of_mask(m) for m in masks], causal, "multihead", view=view, map=rho, **more)
 
 
-def _family(edges: EdgeList, where: str) -> Family:
-    indptr, indices = edges.indptr[0].numpy(), edges.indices.numpy()
+def view_of(a: Any) -> str:
+    """How the weights of a mechanism come about, one of `VIEWS`."""
+    declared = getattr(a, "theory_view", None)
+    if declared is not None:
+        if declared not in VIEWS:
+            raise ValueError(f"{type(a).__name__}.theory_view is {declared!r}; it must be one of {', '.join(VIEWS)}")
+        return declared
+    if isinstance(getattr(a, "pattern", None), Pattern):
+        return "map"
+    if plans_of(a):
+        return "summaries"
+    if a.capabilities.stochastic:
+        return "sampled"
+    return "map" if isinstance(getattr(a, "map", None), ProbabilityMap) else "other"
+
+
+def plans_of(a: Any) -> tuple[Any, ...]:
+    """The Combiner plans of a mechanism; several in a mixture, none where it has no plan."""
+    if hasattr(a, "partitions"):
+        return tuple(a.partitions)
+    return (a.partition,) if hasattr(a, "partition") else ()
+
+
+def _family(edges: Csr, where: str) -> Family:
+    indptr, indices = edges
     empty = np.flatnonzero(np.diff(indptr) == 0)
     if len(empty):
         raise ValueError(f"{where}: the set of token {empty[0]} is empty; every token needs at least one key")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ class Row:
     def cells(self) -> list[str]:
         v = self.verdict
         words = {True: "yes", False: "no", None: "not decided"}
-        universal = "not covered" if v.universal is None and v.assumption1 else words[v.universal]
+        universal = "not covered" if v.support.view == "other" and v.assumption1 else words[v.universal]
         path = "identity" if v.path.identity else v.path.status
         hops = str(v.hops.steps) if v.hops.steps else v.hops.why(v.support.causal)
         counts = [f"{connections(v.support):,.0f}", f"{self.exponent:.2f}", f"{sparsity(v.support):.1%}"]
@@ -41,8 +42,8 @@ def survey(n: int, *, causal: bool = False) -> Iterator[Row]:
         yield Row(spec, check(spec, n, causal=causal), growth(spec, n, causal=causal))
     if not causal:
         sizes = [n // 4, n // 2, n]
-        counts = [connections(lemma2(size, _root(size))) for size in sizes]
-        yield Row("SBM Lemma 2, k = √n", check(lemma2(n, _root(n))), slope(sizes, counts))
+        counts = [connections(lemma2(size, math.isqrt(size))) for size in sizes]
+        yield Row("SBM Lemma 2, k = √n", check(lemma2(n, math.isqrt(n))), slope(sizes, counts))
 
 
 def specs(causal: bool) -> list[str]:
@@ -63,7 +64,3 @@ def markdown(rows: list[Row]) -> str:
     """The table for a page."""
     lines = [HEADERS, ["---"] * len(HEADERS), *(row.cells() for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _root(n: int) -> int:
-    return max(1, round(n**0.5))
