@@ -99,7 +99,7 @@ class Block(GradientCheckpointingLayer):
         y, record, weights = self.attention(self.before(self.norms[0], x), key_mask, angles, **options)
         x = self.after(self.norms[0], x, y)
         x = self.after(self.norms[1], x, self.feedforward(self.before(self.norms[1], x)))
-        return BlockOutput(x, *record, weights)
+        return BlockOutput(x, weights, None, *record)
 
     def before(self, norm: nn.Module, x: Tensor) -> Tensor:
         """What a sublayer reads."""
@@ -111,16 +111,16 @@ class Block(GradientCheckpointingLayer):
         return x if self.pre else norm(x)
 
 
-def share_positions(blocks: nn.ModuleList) -> dict[str, str]:
-    """MS-VIPE is one for a whole model: all layers take the first layer's tables. Returns which names mean the same
-    table, {name: first name}, for saving and loading.
-    """
-    layers = [(index, block.attention.attention) for index, block in enumerate(blocks)]
-    layers = [(index, layer) for index, layer in layers if getattr(layer, "positions", None) is not None]
-    same = {}
-    for index, layer in layers[1:]:
-        layer.share_positions(layers[0][1])
-        for name, _ in layer.positions.named_parameters():
-            mine, first = (f"blocks.{i}.attention.attention.positions.{name}" for i in (index, layers[0][0]))
-            same[mine] = first
-    return same
+def shared_positions(blocks: nn.ModuleList) -> dict[str, str]:
+    """MS-VIPE is one for a whole model: the tables of all layers are those of the first, {name: name of the first}."""
+    tables = {}
+    for index, block in enumerate(blocks):
+        positions = getattr(block.attention.attention, "positions", None)
+        if positions is not None:
+            tables[f"blocks.{index}.attention.attention.positions."] = dict(positions.named_parameters())
+    (first, those), *others = tables.items() or [("", {})]
+    for name, these in others:
+        shapes = [[tuple(table.shape) for table in each.values()] for each in (these, those)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"attention: the layers share MS-VIPE, but {name} has tables {shapes[0]}, not {shapes[1]}")
+    return {name + table: first + table for name, these in others for table in these}

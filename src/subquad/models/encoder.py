@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 from subquad.attention.base import Attention
 from subquad.attention.sbm import sbm_layers
 from subquad.models.attention import AttentionLayer
-from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, share_positions
+from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_positions
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import of_today, read_old, renew
 from subquad.models.outputs import BackboneOutput, BlockOutput, collect
@@ -30,7 +30,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
     base_model_prefix = "encoder"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # Trainer: `num_items_in_batch`
-    shared_tables: Mapping[str, str] = MappingProxyType({})  # of the layers of this model, see `share_positions`
+    shared_tables: Mapping[str, str] = MappingProxyType({})  # of the layers of this model, see `shared_positions`
     _supports_sdpa = True  # the mechanisms choose their own kernels; the flag is transformers' way of asking
     _no_split_modules: ClassVar[list[str]] = ["Block", "DecoderBlock"]
 
@@ -85,7 +85,7 @@ class Stack(SubquadPreTrainedModel):
         self.first_layer = first_layer  # in a model of several stacks
         self.embeddings = Embeddings(config)
         self.blocks = nn.ModuleList(blocks)
-        self._tied_weights_keys = self.shared_tables = share_positions(self.blocks)
+        self._tied_weights_keys = self.shared_tables = shared_positions(self.blocks)
         last = config.norm == "pre"  # a post-norm block ends normalised
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if last else nn.Identity()
         self.gradient_checkpointing = False

@@ -88,6 +88,9 @@ def with_auxiliary(model: Any, loss: Tensor, auxiliary: Tensor | None, share: Te
 class UncachedGenerationMixin(GenerationMixin):
     """`generate` runs the whole sequence at every step: right for every mechanism, if slow."""
 
+    config: SubquadConfig
+    get_input_embeddings: Any
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
@@ -105,7 +108,7 @@ class UncachedGenerationMixin(GenerationMixin):
         if past_key_values is not None:
             raise ValueError("past_key_values: these models generate without a cache; leave it out")
         if inputs_embeds is not None and not is_first_iteration and not self.config.is_encoder_decoder:
-            new = attention_mask.shape[1] - inputs_embeds.shape[1]  # tokens after the prompt
+            new = kwargs["position_ids"].shape[1] - inputs_embeds.shape[1]  # tokens after the prompt
             embedded = self.get_input_embeddings()(input_ids[:, -new:])
             inputs_embeds, is_first_iteration = torch.cat([inputs_embeds, embedded.to(inputs_embeds)], 1), True
         return super().prepare_inputs_for_generation(

@@ -14,14 +14,14 @@ from subquad.models.attention import Record
 
 
 class BlockOutput(NamedTuple):
-    """One flat tuple: reentrant gradient checkpointing sees tensors only in the first level."""
+    """A flat tuple, the record spread out: reentrant gradient checkpointing sees tensors of the first level only."""
 
     states: Tensor  # (B, n, D)
+    weights: Tensor | None = None  # (B, H, n, n)
+    cross_weights: Tensor | None = None  # (B, H, n, m)
     density: Tensor | None = None  # (H,)
     auxiliary_loss: Tensor | None = None
     statistics: Tensor | None = None
-    weights: Tensor | None = None  # (B, H, n, n)
-    cross_weights: Tensor | None = None  # (B, H, n, m)
 
 
 @dataclass

@@ -46,7 +46,7 @@ class DecoderBlock(Block):
         y, _, cross = self.cross(self.before(self.cross_norm, x), real, context=context, want_weights=want)
         x = self.after(self.cross_norm, x, y)
         x = self.after(self.norms[1], x, self.feedforward(self.before(self.norms[1], x)))
-        return BlockOutput(x, *record, weights, cross)
+        return BlockOutput(x, weights, cross, *record)
 
 
 class Decoder(Stack):
@@ -77,7 +77,6 @@ class Decoder(Stack):
 class SubquadForConditionalGeneration(SubquadPreTrainedModel, UncachedGenerationMixin):
     """Translates: input_ids (B, n) and labels (B, m), -100 = padding. The decoder reads the labels, shifted by one."""
 
-    base_model_prefix = ""
     main_input_name = "input_ids"
     shared_tables: ClassVar[dict[str, str]] = {"decoder.embeddings.tokens.weight": TABLE}
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": TABLE, **shared_tables}
