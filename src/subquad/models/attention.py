@@ -112,8 +112,8 @@ class AttentionLayer(nn.Module):
         if state is not None:
             raise ValueError(f"state: {self.attention.name} does not stream; call it with the whole sequence")
         keys, project = x if context is None else context, Projections(self, angles)
-        if want_weights and seed is None:  # the output and the record must speak of the same sampled graph
-            seed = int(torch.randint(2**62, ()))
+        if want_weights and seed is None and self.attention.capabilities.stochastic:
+            seed = int(torch.randint(2**62, ()))  # the output and the record must speak of the same sampled graph
         with weights_at_hand(self.attention), sampling_with(self.attention, seed):
             y = self.attention.attend_tokens(x, keys, keys, project, key_mask)  # (B, n, H·d)
             record = observed(self.attention) if want_record else Record()

@@ -64,7 +64,6 @@ class SubquadConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     decoder_start_token_id: int | None = None
-    use_cache: bool = False
 
     def __post_init__(self, **extra: Any) -> None:
         of_file = extra.pop(_OF_FILE, {})
@@ -193,5 +192,5 @@ _ACCEPTED = {
     "_output_attentions", "attn_implementation", "auto_map", "cls_token_id", "experts_implementation",
     "finetuning_task", "mask_token_id", "model_type", "name_or_path", "num_labels", "output_attentions",
     "per_layer_config", "prefix", "quantization_config", "sep_token_id", "task_specific_params", "tokenizer_class",
-    "torch_dtype", "transformers_version",
+    "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
