@@ -1,16 +1,18 @@
-"""The layers that models are stacked from: embeddings with positions, self-attention, the Transformer block."""
+"""The layers that models are stacked from: embeddings with positions, the feed-forward layer, the Transformer block."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from subquad.layers import MultiheadAttention, Projections
+from subquad.models.attention import AttentionLayer
 from subquad.models.config import SubquadConfig
+from subquad.models.outputs import BlockOutput
 
 
 class Embeddings(nn.Module):
@@ -18,7 +20,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__()
-        width, std = config.hidden_size, config.initializer_range
+        width = config.hidden_size
         self.tokens = nn.Embedding(config.vocab_size, width)
         self.segments = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         learned = config.positions == "learned"
@@ -26,11 +28,8 @@ class Embeddings(nn.Module):
         self.sinusoidal = config.positions == "sinusoidal"
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if config.norm == "post" else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
-        for table in (self.tokens, self.segments, self.places):
-            if table is not None:
-                nn.init.normal_(table.weight, std=std)
         # sines are of size 1, token embeddings of size std: on one scale neither drowns the other
-        self.scale = std * math.sqrt(2) if self.sinusoidal else 1.0
+        self.scale = config.initializer_range * math.sqrt(2)
 
     def forward(self, x: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
         """x: ids (B, n) or embeddings (B, n, D); positions (B or 1, n)."""
@@ -58,82 +57,70 @@ def angles_of(positions: Tensor, width: int) -> Tensor:
     return positions[..., None].float() * rates
 
 
-class Turned(Projections):
-    """Projections whose queries and keys are turned by their position (rotary embeddings, Su et al. 2021)."""
+class Glorot(nn.Sequential):
+    """Layers whose linear maps begin as Glorot and Bengio (2010) have them."""
 
-    def __init__(self, layer: MultiheadAttention, angles: Tensor) -> None:
-        super().__init__(layer)
-        self.cos, self.sin = angles.cos()[:, None], angles.sin()[:, None]  # (B, 1, n, d/2)
-
-    def queries(self, x: Tensor) -> Tensor:
-        return self._turn(super().queries(x))
-
-    def keys(self, x: Tensor) -> Tensor:
-        return self._turn(super().keys(x))
-
-    def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if query is not key or key is not value:
-            return self.queries(query), self.keys(key), self.values(value)
-        q, k, v = super().together(query, key, value)
-        return self._turn(q), self._turn(k), v
-
-    def _turn(self, x: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)  # (B, H, n, d/2)
-        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    def reset_parameters(self) -> None:
+        for layer in self:
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_uniform_(layer.weight)
+                nn.init.zeros_(layer.bias)
 
 
-class SelfAttention(MultiheadAttention):
-    """The attention of a block: tokens (B, n, D) → (B, n, D), with rotary positions where angles are given."""
+class FeedForward(Glorot):
+    """Two linear maps and the activation between them."""
 
-    def forward(self, x: Tensor, key_mask: Tensor | None, angles: Tensor | None = None) -> Tensor:
-        project = Projections(self) if angles is None else Turned(self, angles)
-        return self.out_proj(self.attention.attend_tokens(x, x, x, project, key_mask))
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(
+            nn.Linear(config.hidden_size, config.intermediate_size),
+            ACT2FN[config.hidden_act],
+            nn.Linear(config.intermediate_size, config.hidden_size),
+        )
 
 
 class Block(GradientCheckpointingLayer):
-    """x + attention(norm(x)), then x + feedforward(norm(x)); post-norm: norm(x + f(x))."""
+    """x + attention(norm(x)), then x + feedforward(norm(x)); post-norm: norm(x + f(x)).
+
+    The options of `forward` are those of `AttentionLayer`: seed, want_weights, want_record and `state`, what a decoder
+    keeps of earlier tokens of this layer.
+    """
 
     def __init__(self, config: SubquadConfig, index: int, *, causal: bool) -> None:
         super().__init__()
         width = config.hidden_size
         spec, options = config.layer_options(index, causal=causal)
-        self.attention = SelfAttention(width, config.num_attention_heads, attention=spec, batch_first=True, **options)
-        self.feedforward = feedforward(config)
+        self.attention = AttentionLayer(config, spec, **options)
+        self.feedforward = FeedForward(config)
         self.norms = nn.ModuleList(nn.LayerNorm(width, eps=config.layer_norm_eps) for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
         self.pre = config.norm == "pre"
 
-    def forward(self, x: Tensor, key_mask: Tensor | None, angles: Tensor | None = None) -> Tensor:
-        if self.pre:
-            x = x + self.dropout(self.attention(self.norms[0](x), key_mask, angles))
-            return x + self.dropout(self.feedforward(self.norms[1](x)))
-        x = self.norms[0](x + self.dropout(self.attention(x, key_mask, angles)))
-        return self.norms[1](x + self.dropout(self.feedforward(x)))
+    def forward(self, x: Tensor, key_mask: Tensor | None, angles: Tensor | None, **options: Any) -> BlockOutput:
+        y, record, weights = self.attention(self.before(self.norms[0], x), key_mask, angles, **options)
+        x = self.after(self.norms[0], x, y)
+        x = self.after(self.norms[1], x, self.feedforward(self.before(self.norms[1], x)))
+        return BlockOutput(x, weights, None, *record)
+
+    def before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """What a sublayer reads."""
+        return norm(x) if self.pre else x
+
+    def after(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The residual stream x with the output y of a sublayer added."""
+        x = x + self.dropout(y)
+        return x if self.pre else norm(x)
 
 
-def feedforward(config: SubquadConfig) -> nn.Sequential:
-    layers = nn.Sequential(
-        nn.Linear(config.hidden_size, config.intermediate_size),
-        ACT2FN[config.hidden_act],
-        nn.Linear(config.intermediate_size, config.hidden_size),
-    )
-    for linear in (layers[0], layers[2]):
-        nn.init.xavier_uniform_(linear.weight)
-        nn.init.zeros_(linear.bias)
-    return layers
-
-
-def share_positions(blocks: nn.ModuleList) -> dict[str, str]:
-    """MS-VIPE is one for a whole model: all layers take the first layer's tables. Returns which names mean the same
-    table, {name: first name}, for saving and loading.
-    """
-    layers = [(index, block.attention.attention) for index, block in enumerate(blocks)]
-    layers = [(index, layer) for index, layer in layers if getattr(layer, "positions", None) is not None]
-    same = {}
-    for index, layer in layers[1:]:
-        layer.share_positions(layers[0][1])
-        for name, _ in layer.positions.named_parameters():
-            mine, first = (f"blocks.{i}.attention.attention.positions.{name}" for i in (index, layers[0][0]))
-            same[mine] = first
-    return same
+def shared_positions(blocks: nn.ModuleList) -> dict[str, str]:
+    """MS-VIPE is one for a whole model: the tables of all layers are those of the first, {name: name of the first}."""
+    tables = {}
+    for index, block in enumerate(blocks):
+        positions = getattr(block.attention.attention, "positions", None)
+        if positions is not None:
+            tables[f"blocks.{index}.attention.attention.positions."] = dict(positions.named_parameters())
+    (first, those), *others = tables.items() or [("", {})]
+    for name, these in others:
+        shapes = [[tuple(table.shape) for table in each.values()] for each in (these, those)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"attention: the layers share MS-VIPE, but {name} has tables {shapes[0]}, not {shapes[1]}")
+    return {name + table: first + table for name, these in others for table in these}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -20,16 +23,25 @@ class SubquadConfig(PreTrainedConfig):
     shorter list is repeated: ["full", "strided:w=32"] alternates dense and sparse). `positions`: learned or
     sinusoidal embeddings, rotary (turns q and k, for mechanisms on q, k, v), own (the mechanism's: MS-VIPE) or none.
     `cols` says that the sequence is a picture with rows of so many tokens; mechanisms on a grid take it from here.
-    `density_weight` is λ of the SBM density loss. An unknown key is an error.
+    `num_key_value_heads` is the number of heads of keys and values (fewer than `num_attention_heads`: grouped-query
+    attention) and `head_dim` the width of a head; by default as many as query heads, and hidden_size / heads.
+    `density_weight` is λ of the SBM density loss. `evaluation_seed` makes sampled attention repeatable: in evaluation
+    every call draws the same graphs, whatever the state of torch's generator; None (the default) draws new ones.
+
+    An unknown keyword is an error. Unknown keys of a *file* are kept, as transformers keeps them.
     """
 
     model_type = "subquad"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["density"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "density", "auxiliary_loss", "statistics", "encoder_last_hidden_state", "past_key_values",
+    ]  # fmt: skip
 
     vocab_size: int = 256
     hidden_size: int = 128
     num_hidden_layers: int = 2
     num_attention_heads: int = 4
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
     intermediate_size: int = 512
     max_position_embeddings: int = 1024
     attention: str | list[str] = "full"
@@ -41,6 +53,7 @@ class SubquadConfig(PreTrainedConfig):
     attention_dropout: float = 0.0
     type_vocab_size: int = 0
     density_weight: float = 0.0
+    evaluation_seed: int | None = None
     label_smoothing: float = 0.0
     cols: int | None = None
     initializer_range: float = 0.02
@@ -51,33 +64,56 @@ class SubquadConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     decoder_start_token_id: int | None = None
-    use_cache: bool = False
 
     def __post_init__(self, **extra: Any) -> None:
-        unknown = set(extra) - _ACCEPTED
-        if unknown:
-            known = ", ".join([*SubquadConfig.__annotations__, "num_labels"])
-            raise TypeError(f"SubquadConfig has no key {sorted(unknown)[0]!r} (its keys: {known})")
-        super().__post_init__(**extra)
+        of_file = extra.pop(_OF_FILE, {})
+        for key in extra:
+            if key not in _ACCEPTED:
+                raise TypeError(_unknown(key))
+        super().__post_init__(**extra, **of_file)
+        self._fill_in()
         self.check()
+
+    def _fill_in(self) -> None:
+        """What is None follows from the other sizes; impossible ones are left for `check` to name."""
+        heads, width = self.num_attention_heads, self.hidden_size
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = heads
+        if self.head_dim is None and isinstance(heads, int) and heads >= 1 and isinstance(width, int):
+            if width % heads:
+                raise ValueError(f"hidden_size must be a multiple of num_attention_heads={heads}, not {width}")
+            self.head_dim = width // heads
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        known = _ACCEPTED | {field.name for field in fields(cls)}
+        of_file = {key: value for key, value in config_dict.items() if key not in known}
+        config_dict = {key: value for key, value in config_dict.items() if key in known}
+        return super().from_dict({**config_dict, _OF_FILE: of_file}, **kwargs)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | Path) -> SubquadConfig:
+        return cls.from_dict(cls._dict_from_json_file(json_file))
 
     def check(self) -> None:
         """Refuse what no model can be made of, by the name of the key."""
-        for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-                    "max_position_embeddings"):  # fmt: skip
+        for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                    "head_dim", "intermediate_size", "max_position_embeddings"):  # fmt: skip
             if not isinstance(getattr(self, key), int) or getattr(self, key) < 1:
                 raise ValueError(f"{key} must be an integer ≥ 1, not {getattr(self, key)!r}")
-        if self.hidden_size % self.num_attention_heads:
+        if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads={self.num_attention_heads}, "
-                f"not {self.hidden_size}"
+                f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, "
+                f"not be {self.num_key_value_heads}"
             )
+        seed = self.evaluation_seed
+        if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**62):
+            raise ValueError(f"evaluation_seed must be an integer from 0 to 2^62 - 1, or None, not {seed!r}")
         for key, allowed in (("positions", POSITIONS), ("norm", ("pre", "post")), ("pooling", ("mean", "cls"))):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key} must be one of {', '.join(allowed)}, not {getattr(self, key)!r}")
-        if self.positions == "rotary" and (self.hidden_size // self.num_attention_heads) % 2:
-            width = self.hidden_size // self.num_attention_heads
-            raise ValueError(f"positions=rotary needs heads of even width, not {width}")
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ValueError(f"positions=rotary needs heads of even width, not {self.head_dim}")
         if not self.attention or not all(isinstance(spec, str) for spec in self.specs):
             raise ValueError(f"attention must be a spec or a list of specs, not {self.attention!r}")
         for spec in set(self.specs):
@@ -111,14 +147,25 @@ class SubquadConfig(PreTrainedConfig):
             options["positions"] = "ms-vipe"
         if self.positions == "rotary" and level == "layer":
             raise ValueError(f"positions=rotary turns q and k; {name} works on tokens: take positions=own or learned")
+        if level == "layer":
+            self._check_width(name)
         return spec, {key: value for key, value in options.items() if key not in given}
+
+    def _check_width(self, name: str) -> None:
+        """A mechanism on tokens projects its own outputs again: heads side by side must be as wide as a token."""
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(f"num_key_value_heads must be num_attention_heads={self.num_attention_heads} with {name}")
+        if self.head_dim * self.num_attention_heads != self.hidden_size:
+            raise ValueError(
+                f"head_dim must be hidden_size / num_attention_heads = {self.hidden_size} / "
+                f"{self.num_attention_heads} with {name}, not {self.head_dim}"
+            )
 
     def check_attention(self, *, causal: bool) -> None:
         """Make every layer's mechanism once, so that an impossible combination is refused before anything is built."""
-        width = self.hidden_size // self.num_attention_heads
         for index in range(min(self.num_hidden_layers, len(self.specs))):
             spec, options = self.layer_options(index, causal=causal)
-            attention(spec, num_heads=self.num_attention_heads, head_dim=width, **options)
+            attention(spec, num_heads=self.num_attention_heads, head_dim=self.head_dim, **options)
 
 
 def settled_sizes(known: dict[str, Any], given: dict[str, str], n: int) -> dict[str, int]:
@@ -130,9 +177,20 @@ def settled_sizes(known: dict[str, Any], given: dict[str, str], n: int) -> dict[
     return {name: size for name, size in sizes.items() if name in known and known[name].default is None}
 
 
-# keys that transformers itself writes or hands over
+def _unknown(key: str) -> str:
+    known = [*SubquadConfig.__annotations__, "num_labels"]
+    near = get_close_matches(key, known, 2, 0.6)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"SubquadConfig has no key {key!r}{hint} (its keys: {', '.join(known)})"
+
+
+_OF_FILE = "_keys_of_file"  # under this keyword `from_dict` hands over the keys of a file that nobody here knows
+
+# keys that transformers itself writes, hands over or asks for
 _ACCEPTED = {
     "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_experts_implementation", "_name_or_path",
-    "_output_attentions", "attn_implementation", "experts_implementation", "model_type", "name_or_path", "num_labels",
-    "torch_dtype", "transformers_version",
+    "_output_attentions", "attn_implementation", "auto_map", "cls_token_id", "experts_implementation",
+    "finetuning_task", "mask_token_id", "model_type", "name_or_path", "num_labels", "output_attentions",
+    "per_layer_config", "prefix", "quantization_config", "sep_token_id", "task_specific_params", "tokenizer_class",
+    "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip

@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import can_return_tuple
 
-from subquad.attention.sbm import density_loss, sbm_layers
-from subquad.models.blocks import Block, Embeddings, angles_of, share_positions
+from subquad.attention.base import Attention
+from subquad.attention.sbm import sbm_layers
+from subquad.models.attention import AttentionLayer
+from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_positions
 from subquad.models.config import SubquadConfig
+from subquad.models.loading import of_today, read_old, renew
+from subquad.models.outputs import BackboneOutput, BlockOutput, collect
+
+STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two layers
 
 
 class SubquadPreTrainedModel(PreTrainedModel):
-    """What all models share: saving and loading, gradient checkpointing, the density loss of SBM layers."""
+    """What all models share: initialisation, saving and loading, gradient checkpointing."""
 
     config_class = SubquadConfig
     base_model_prefix = "encoder"
     supports_gradient_checkpointing = True
-    shared_tables: Mapping[str, str] = MappingProxyType({})  # of the layers of this model, see `share_positions`
+    accepts_loss_kwargs = True  # Trainer: `num_items_in_batch`
+    shared_tables: Mapping[str, str] = MappingProxyType({})  # of the layers of this model, see `shared_positions`
     _supports_sdpa = True  # the mechanisms choose their own kernels; the flag is transformers' way of asking
-
-    # Modules initialise themselves when they are made (a mechanism knows best how), and loading makes them for real,
-    # not on the meta device: what a checkpoint lacks keeps its own initialisation, tables that are not saved are there.
+    _no_split_modules: ClassVar[list[str]] = ["Block", "DecoderBlock"]
 
     def _init_weights(self, module: nn.Module) -> None:
-        return None
+        """Called for the parts of a model, the innermost first: a part has the last word about what is inside it."""
+        if isinstance(module, Attention):
+            renew(module)
+        elif isinstance(module, AttentionLayer | Glorot):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
 
-    @classmethod
-    def get_init_context(cls, *args: Any, **kwargs: Any) -> list[Any]:
-        contexts = super().get_init_context(*args, **kwargs)
-        unwanted = (torch.device, type(contextlib.nullcontext()))
-        return [context for context in contexts if not isinstance(context, unwanted)]
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # "custom code" would pass over a part without parameters of its own, which may still initialise those inside it
+        super()._initialize_weights(module, is_custom_code=False)
 
-    def _move_missing_keys_from_meta_to_device(self, *args: Any, **kwargs: Any) -> None:
-        return None
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, *rest: Any, **options: Any) -> Any:
+        state_dict = read_old(checkpoint_files) if state_dict is None else state_dict
+        state_dict = None if state_dict is None else of_today(state_dict)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *rest, **options)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """Names of one and the same tensor. transformers looks at them only where word embeddings are tied; the tables
@@ -48,29 +60,32 @@ class SubquadPreTrainedModel(PreTrainedModel):
         found = super().get_expanded_tied_weights_keys(all_submodels)
         return found if all_submodels else {**found, **self.shared_tables}
 
+    def attention_layers(self) -> list[Attention]:
+        """The mechanism of every layer, in the order of the records in an output."""
+        stacks = [part for part in self.modules() if isinstance(part, Stack)]
+        return [block.attention.attention for stack in stacks for block in stack.blocks]
+
+    def update_statistics(self, statistics: Sequence[Tensor | None] | None) -> None:
+        """After an optimizer step: give every layer what it learned from, `statistics` of the outputs of that step."""
+        for layer, one in zip(self.attention_layers(), statistics or (), strict=bool(statistics)):
+            if one is not None:
+                layer.update(one)
+
     def density(self) -> Tensor | None:
         """Sampled edges / possible edges, (layers, heads), of the SBM layers in the last call; None without any."""
         layers = sbm_layers(self)
         return torch.stack([layer.last_density.detach() for layer in layers]) if layers else None
 
-    def with_density(self, loss: Tensor | None) -> Tensor | None:
-        """The task's loss plus λ · the density loss of all SBM layers."""
-        if loss is None or not self.config.density_weight or not self.training or not sbm_layers(self):
-            return loss
-        return loss + self.config.density_weight * density_loss(self).to(loss)
 
+class Stack(SubquadPreTrainedModel):
+    """Embeddings, blocks and the last norm: what the encoder and the decoder have in common."""
 
-class SubquadModel(SubquadPreTrainedModel):
-    """Embeddings and blocks: ids (B, n) → hidden states (B, n, D)."""
-
-    base_model_prefix = ""
-
-    def __init__(self, config: SubquadConfig) -> None:
+    def __init__(self, config: SubquadConfig, blocks: Sequence[Block], first_layer: int = 0) -> None:
         super().__init__(config)
-        causal = config.is_decoder
+        self.first_layer = first_layer  # in a model of several stacks
         self.embeddings = Embeddings(config)
-        self.blocks = nn.ModuleList(Block(config, index, causal=causal) for index in range(config.num_hidden_layers))
-        self._tied_weights_keys = self.shared_tables = share_positions(self.blocks)
+        self.blocks = nn.ModuleList(blocks)
+        self._tied_weights_keys = self.shared_tables = shared_positions(self.blocks)
         last = config.norm == "pre"  # a post-norm block ends normalised
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if last else nn.Identity()
         self.gradient_checkpointing = False
@@ -82,6 +97,78 @@ class SubquadModel(SubquadPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings.tokens = value
 
+    def run(
+        self,
+        ids: Tensor | None,
+        embeds: Tensor | None,
+        mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_records: bool | None = None,
+        cross: tuple[Tensor | None, ...] = (),
+    ) -> BackboneOutput:
+        """All blocks. `cross`: what the blocks of a decoder take beside, the encoder's states and their mask."""
+        wanted = self._wanted(output_attentions, output_hidden_states, output_records)
+        x = self._inputs(ids, embeds)
+        positions = place(x, mask, position_ids)  # (B or 1, n)
+        key_mask, angles = real_tokens(mask), rotary_angles(self.config, positions)
+        x = self.embeddings(x, positions, token_type_ids)  # (B, n, D)
+        states, outputs = [x], []
+        for index, block in enumerate(self.blocks):
+            options = {"seed": self._seed(index), "want_weights": wanted[0], "want_record": wanted[2]}
+            output = BlockOutput(*block(x, key_mask, angles, *cross, **options))
+            x = output.states
+            states.append(x)
+            outputs.append(output)
+        x = states[-1] = self.norm(x)
+        weights = tuple(output.weights for output in outputs), tuple(output.cross_weights for output in outputs)
+        return BackboneOutput(
+            last_hidden_state=x,
+            hidden_states=tuple(states) if wanted[1] else None,
+            attentions=weights[0] if wanted[0] else None,
+            cross_attentions=weights[1] if wanted[0] and cross else None,
+            **collect(outputs),
+        )
+
+    def _wanted(self, attentions: bool | None, states: bool | None, records: bool | None) -> tuple[bool, bool, bool]:
+        """What a call asks for; what it leaves open the configuration says, and records are for training."""
+        config = self.config
+        return (
+            bool(config.output_attentions if attentions is None else attentions),
+            bool(config.output_hidden_states if states is None else states),
+            self.training if records is None else records,
+        )
+
+    def _seed(self, index: int) -> int | None:
+        """What layer `index` samples from; None: torch's generator."""
+        seed = None if self.training else self.config.evaluation_seed
+        return None if seed is None else (seed + (self.first_layer + index) * STRIDE) % 2**62
+
+    def _inputs(self, ids: Tensor | None, embeds: Tensor | None) -> Tensor:
+        name = "decoder_input" if self.first_layer else "input"
+        if (ids is None) == (embeds is None):
+            raise ValueError(f"give {name}_ids or {name}s_embeds, one of the two")
+        x = ids if ids is not None else embeds
+        longest = self.config.max_position_embeddings
+        if x.shape[1] > longest:
+            raise ValueError(f"{name}_ids has length {x.shape[1]}, beyond max_position_embeddings={longest}")
+        return x
+
+
+class SubquadModel(Stack):
+    """The backbone: ids (B, n) → hidden states (B, n, D).
+
+    `output_records=True` returns what the mechanisms have to say of this call: density, auxiliary loss, statistics;
+    by default (None) they are returned in training.
+    """
+
+    def __init__(self, config: SubquadConfig) -> None:
+        causal = config.is_decoder
+        super().__init__(config, [Block(config, index, causal=causal) for index in range(config.num_hidden_layers)])
+
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -89,33 +176,24 @@ class SubquadModel(SubquadPreTrainedModel):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool | None = False,
-        output_attentions: bool | None = False,
-        return_dict: bool | None = True,
-    ) -> BaseModelOutput:
-        if output_attentions:
-            raise ValueError("output_attentions: the weights are n × n; `attention.weights` gives those of one layer")
-        x = self._inputs(input_ids, inputs_embeds)
-        positions = place(x, attention_mask, position_ids)  # (B or 1, n)
-        key_mask = real_tokens(attention_mask)
-        angles = rotary_angles(self.config, positions)
-        x = self.embeddings(x, positions, token_type_ids)
-        states = [x] if output_hidden_states else []
-        for block in self.blocks:
-            x = block(x, key_mask, angles)
-            states += [x] if output_hidden_states else []
-        x = self.norm(x)
-        output = BaseModelOutput(last_hidden_state=x, hidden_states=tuple(states) or None)
-        return output.to_tuple() if return_dict is False else output
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_records: bool | None = None,
+    ) -> BackboneOutput:
+        return self.run(
+            input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids,
+            output_attentions, output_hidden_states, output_records,
+        )  # fmt: skip
 
-    def _inputs(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give input_ids or inputs_embeds, one of the two")
-        x = input_ids if input_ids is not None else inputs_embeds
-        longest = self.config.max_position_embeddings
-        if x.shape[1] > longest:
-            raise ValueError(f"input_ids has length {x.shape[1]}, beyond max_position_embeddings={longest}")
-        return x
+
+def with_keys(config: SubquadConfig, **keys: Any) -> SubquadConfig:
+    """The configuration with these keys: itself where it agrees, else a copy, for it is the caller's."""
+    if all(getattr(config, key) == value for key, value in keys.items()):
+        return config
+    config = deepcopy(config)
+    for key, value in keys.items():
+        setattr(config, key, value)
+    return config
 
 
 def place(x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
@@ -129,9 +207,7 @@ def place(x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None)
 
 def rotary_angles(config: SubquadConfig, positions: Tensor) -> Tensor | None:
     """By which queries and keys are turned, (B or 1, n, d/2); None with other positions."""
-    if config.positions != "rotary":
-        return None
-    return angles_of(positions, config.hidden_size // config.num_attention_heads)
+    return angles_of(positions, config.head_dim) if config.positions == "rotary" else None
 
 
 def real_tokens(attention_mask: Tensor | None) -> Tensor | None:

@@ -1,45 +1,37 @@
 """The models: the backbone with a head for each kind of task, and the loss that trains it.
 
-A head's loss is cross-entropy (mean squared error for one label), plus λ · density where SBM layers ask for it.
+A head's loss is that of its task plus λ · the auxiliary loss of its mechanisms (the density of SBM layers) in training.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.utils import ModelOutput
+from transformers.utils import can_return_tuple
 
 from subquad.models.config import SubquadConfig
-from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel
+from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel, with_keys
+from subquad.models.loading import BIAS, OLD_BIAS
+from subquad.models.losses import average, binary_cross_entropy, cross_entropy, squared_error
+from subquad.models.outputs import BackboneOutput, Scores
 
-IGNORED = -100  # a label that does not count
-
-
-@dataclass
-class Scores(ModelOutput):
-    """What every head returns; `density` (layers, heads) where SBM layers were asked."""
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    density: Tensor | None = None
+TIED = {"lm_head.weight": "encoder.embeddings.tokens.weight"}
 
 
 class Head(SubquadPreTrainedModel):
-    """The backbone, causal or not, and a linear map. A kind of head says which logits and which loss."""
+    """The backbone, causal or not, and what makes logits of its states. A kind of head says which logits and loss."""
 
     causal: ClassVar[bool] = False
 
     def __init__(self, config: SubquadConfig) -> None:
-        config.is_decoder = self.causal
+        config = with_keys(config, is_decoder=self.causal, is_encoder_decoder=False)
         super().__init__(config)
         self.encoder = SubquadModel(config)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -48,90 +40,150 @@ class Head(SubquadPreTrainedModel):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool = False,
-        return_dict: bool = True,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_records: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Scores:
-        states = self.encoder(
-            input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds, output_hidden_states
+        """`num_items_in_batch`: the labels of all batches that one optimizer step accumulates, from Trainer."""
+        backbone = self.encoder(
+            input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds,
+            output_attentions, output_hidden_states, output_records, return_dict=True,
+        )  # fmt: skip
+        logits = self.score(backbone.last_hidden_state, attention_mask)
+        return self.scored(backbone, logits, labels, num_items_in_batch)
+
+    def scored(
+        self, backbone: BackboneOutput, logits: Tensor, labels: Tensor | None, num_items: Tensor | int | None
+    ) -> Scores:
+        loss = None
+        if labels is not None:
+            loss, share = average(*self.loss_terms(logits, labels.to(logits.device)), num_items)
+            loss = with_auxiliary(self, loss, backbone.auxiliary_loss, share)
+        return Scores(
+            loss=loss,
+            logits=logits,
+            hidden_states=backbone.hidden_states,
+            attentions=backbone.attentions,
+            density=backbone.density,
+            auxiliary_loss=backbone.auxiliary_loss,
+            statistics=backbone.statistics,
         )
-        logits = self.score(states.last_hidden_state, attention_mask)
-        loss = None if labels is None else self.with_density(self.loss(logits, labels))
-        output = Scores(loss, logits, states.hidden_states, self.density())
-        return output if return_dict else output.to_tuple()
 
     def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of the labels that count, smoothed in training."""
+    def loss_terms(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of all labels that count, and their number: cross-entropy, smoothed in training."""
         return cross_entropy(logits, labels, self.config.label_smoothing if self.training else 0.0)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """The mean over the labels that count; 0 where none does, so that an all-padding batch trains nothing."""
-    check_labels(labels, logits.shape[-1])
-    logits, labels = logits.flatten(0, -2).float(), labels.flatten()
-    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
-    return total / (labels != IGNORED).sum().clamp(min=1)
+def with_auxiliary(model: Any, loss: Tensor, auxiliary: Tensor | None, share: Tensor | float) -> Tensor:
+    """The task's loss plus λ · the auxiliary loss, in training; `share` is that of this batch in the optimizer step."""
+    if auxiliary is None or not model.training or not model.config.density_weight:
+        return loss
+    return loss + model.config.density_weight * share * auxiliary.to(loss)
 
 
-def check_labels(labels: Tensor, classes: int) -> None:
-    """torch aborts on a label out of range, or reads past the end: say which one it is."""
-    if torch.compiler.is_compiling():
-        return
-    wrong = (labels != IGNORED) & ((labels < 0) | (labels >= classes))
-    if bool(wrong.any()):
-        raise ValueError(f"label {labels[wrong][0].item()} is out of range: labels go from 0 to {classes - 1}")
+class UncachedGenerationMixin(GenerationMixin):
+    """`generate` runs the whole sequence at every step: right for every mechanism, if slow."""
+
+    config: SubquadConfig
+    get_input_embeddings: Any
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        if past_key_values is not None:
+            raise ValueError("past_key_values: these models generate without a cache; leave it out")
+        if inputs_embeds is not None and not is_first_iteration and not self.config.is_encoder_decoder:
+            new = kwargs["position_ids"].shape[1] - inputs_embeds.shape[1]  # tokens after the prompt
+            embedded = self.get_input_embeddings()(input_ids[:, -new:])
+            inputs_embeds, is_first_iteration = torch.cat([inputs_embeds, embedded.to(inputs_embeds)], 1), True
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
 
 
-class SubquadForCausalLM(Head, GenerationMixin):
+class SubquadForCausalLM(Head, UncachedGenerationMixin):
     """Predicts the next token. Labels are the input ids; the shift happens here. `generate` runs without a cache."""
 
     causal = True
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "encoder.embeddings.tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = TIED
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
-        self.lm_head = _linear(config, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        return self.lm_head(states)  # (B, n, V)
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return super().loss(logits[:, :-1], labels[:, 1:])
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        self.lm_head = value
-
-    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask=None, **unused: Any) -> dict[str, Any]:
-        """The whole sequence at every step: right for every mechanism, and not yet cached."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_records: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        use_cache: bool | None = None,
+    ) -> Scores:
+        """`shift_labels` are labels that have been shifted already. `logits_to_keep`: only the last so many logits, or
+        those at the places of a tensor; 0 is all. `use_cache` changes nothing: there is no cache.
+        """
+        backbone = self.encoder(
+            input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds,
+            output_attentions, output_hidden_states, output_records, return_dict=True,
+        )  # fmt: skip
+        keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is not None and shift_labels is None:
+            shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        if shift_labels is not None and not keep_all:
+            raise ValueError("logits_to_keep: the loss needs all logits; leave it out, or the labels")
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        states = backbone.last_hidden_state if keep_all else backbone.last_hidden_state[:, kept]
+        return self.scored(backbone, self.lm_head(states), shift_labels, num_items_in_batch)  # logits (B, n, V)
 
 
 class SubquadForMaskedLM(Head):
     """Predicts the masked tokens; labels are -100 elsewhere."""
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "encoder.embeddings.tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = TIED
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
-        self.transform = nn.Sequential(_linear(config, config.hidden_size), nn.GELU(), nn.LayerNorm(config.hidden_size))
-        self.lm_head = _linear(config, config.vocab_size, bias=False)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        width = config.hidden_size
+        self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        self.lm_head = nn.Linear(width, config.vocab_size)
         self.post_init()
 
     def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        return self.lm_head(self.transform(states)) + self.bias  # (B, n, V)
+        return self.lm_head(self.transform(states))  # (B, n, V)
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        self.lm_head = value
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        if prefix + OLD_BIAS in state_dict:
+            state_dict[prefix + BIAS] = state_dict.pop(prefix + OLD_BIAS)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class SubquadForTokenClassification(Head):
@@ -140,7 +192,7 @@ class SubquadForTokenClassification(Head):
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.classifier = _linear(config, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
     def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -148,15 +200,22 @@ class SubquadForTokenClassification(Head):
 
 
 class SubquadForSequenceClassification(SubquadForTokenClassification):
-    """One answer per sequence, from the mean of the real tokens or from the first one; one label is a regression."""
+    """One answer per sequence, from the mean of the real tokens or from the first one.
+
+    The loss follows `config.problem_type`; without it one label is a regression, integer labels are classes and
+    floating-point labels (B, num_labels) are several answers at once, each 0 or 1.
+    """
 
     def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.classifier(self.dropout(pool(states, attention_mask, self.config.pooling)))  # (B, labels)
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if self.config.num_labels == 1:
-            return F.mse_loss(logits[:, 0].float(), labels.float())
-        return super().loss(logits, labels)
+    def loss_terms(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        kind = self.config.problem_type
+        if kind == "regression" or (kind is None and self.config.num_labels == 1):
+            return squared_error(logits, labels)
+        if kind == "multi_label_classification" or (kind is None and labels.is_floating_point()):
+            return binary_cross_entropy(logits, labels)
+        return super().loss_terms(logits, labels)
 
 
 def pool(states: Tensor, attention_mask: Tensor | None, how: str) -> Tensor:
@@ -168,11 +227,3 @@ def pool(states: Tensor, attention_mask: Tensor | None, how: str) -> Tensor:
         return states[torch.arange(states.shape[0], device=states.device), first]
     share = attention_mask.to(states.dtype)[..., None]  # (B, n, 1)
     return (states * share).sum(1) / share.sum(1).clamp(min=1)
-
-
-def _linear(config: SubquadConfig, width: int, bias: bool = True) -> nn.Linear:
-    layer = nn.Linear(config.hidden_size, width, bias=bias)
-    nn.init.normal_(layer.weight, std=config.initializer_range)
-    if bias:
-        nn.init.zeros_(layer.bias)
-    return layer

@@ -10,29 +10,38 @@ pooled vectors of long texts are almost the same, whatever the text, and u · v 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.utils import can_return_tuple
 
+from subquad.models.blocks import Glorot
 from subquad.models.config import SubquadConfig
-from subquad.models.heads import Head, Scores, cross_entropy, pool
+from subquad.models.heads import Head, pool
+from subquad.models.outputs import Scores
 
 
-class SubquadForPairClassification(Head):
-    """One answer per pair of sequences. The classifier has two hidden layers with ReLU, as the Arena's."""
+class PairClassifier(Glorot):
+    """Two hidden layers with ReLU, as the Arena's: (B, 4D) → (B, labels)."""
 
     def __init__(self, config: SubquadConfig) -> None:
-        super().__init__(config)
         widths = (4 * config.hidden_size, config.intermediate_size, max(config.intermediate_size // 2, 1))
         layers: list[nn.Module] = [nn.Dropout(config.dropout)]
         for before, after in zip(widths, (*widths[1:], config.num_labels), strict=True):
-            layers += [_linear(before, after), nn.ReLU()]
-        self.classifier = nn.Sequential(*layers[:-1])
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        super().__init__(*layers[:-1])
+
+
+class SubquadForPairClassification(Head):
+    """One answer per pair of sequences."""
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        self.classifier = PairClassifier(config)
         self.norm = nn.BatchNorm1d(config.hidden_size, affine=False)  # two texts a pair: never a batch of one
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -40,18 +49,25 @@ class SubquadForPairClassification(Head):
         pair_ids: Tensor | None = None,
         pair_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        output_hidden_states: bool = False,
-        return_dict: bool = True,
-    ) -> Scores | tuple[Any, ...]:
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_records: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Scores:
         """input_ids (B, n), pair_ids (B, m), masks of the same shapes (1 = real); logits (B, labels)."""
         ids, mask = together(input_ids, attention_mask, pair_ids, pair_mask)  # (2B, max(n, m))
-        states = self.encoder(ids, mask, output_hidden_states=output_hidden_states)
-        pooled = pool(states.last_hidden_state, mask, self.config.pooling)  # (2B, D)
+        backbone = self.encoder(
+            ids,
+            mask,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            output_records=output_records,
+            return_dict=True,
+        )
+        pooled = pool(backbone.last_hidden_state, mask, self.config.pooling)  # (2B, D)
         u, v = self.norm(pooled).chunk(2)  # (B, D) each
         logits = self.classifier(torch.cat([u, v, u * v, u - v], -1))  # (B, labels)
-        loss = None if labels is None else self.with_density(cross_entropy(logits, labels))
-        output = Scores(loss, logits, states.hidden_states, self.density())
-        return output if return_dict else output.to_tuple()
+        return self.scored(backbone, logits, labels, num_items_in_batch)
 
 
 def together(
@@ -69,10 +85,3 @@ def together(
         return ids, None
     real = [torch.ones_like(x) if mask is None else mask for x, mask in zip(texts, masks, strict=True)]
     return ids, torch.cat([F.pad(x.long(), (0, longest - x.shape[1])) for x in real])
-
-
-def _linear(before: int, after: int) -> nn.Linear:
-    layer = nn.Linear(before, after)
-    nn.init.xavier_uniform_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer

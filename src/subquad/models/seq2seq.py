@@ -9,14 +9,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import can_return_tuple
 
-from subquad.layers import MultiheadAttention
-from subquad.models.blocks import Block, Embeddings, share_positions
+from subquad.models.attention import AttentionLayer
+from subquad.models.blocks import Block
 from subquad.models.config import SubquadConfig
-from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel, place, real_tokens, rotary_angles
-from subquad.models.heads import IGNORED, Scores, cross_entropy
+from subquad.models.encoder import Stack, SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
+from subquad.models.heads import UncachedGenerationMixin, with_auxiliary
+from subquad.models.losses import IGNORED, average, cross_entropy
+from subquad.models.outputs import BackboneOutput, BlockOutput, Seq2SeqScores
+
+TABLE = "encoder.embeddings.tokens.weight"
 
 
 class DecoderBlock(Block):
@@ -24,87 +27,77 @@ class DecoderBlock(Block):
 
     def __init__(self, config: SubquadConfig, index: int) -> None:
         super().__init__(config, index, causal=True)
-        width = config.hidden_size
-        self.cross = MultiheadAttention(width, config.num_attention_heads, config.attention_dropout, batch_first=True)
-        self.cross_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.cross = AttentionLayer(config, "full", dropout=config.attention_dropout)
+        self.cross_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, x: Tensor, key_mask, angles, states: Tensor, padding: Tensor | None) -> Tensor:
-        if self.pre:
-            x = x + self.dropout(self.attention(self.norms[0](x), key_mask, angles))
-            x = x + self.dropout(self._look(self.cross_norm(x), states, padding))
-            return x + self.dropout(self.feedforward(self.norms[1](x)))
-        x = self.norms[0](x + self.dropout(self.attention(x, key_mask, angles)))
-        x = self.cross_norm(x + self.dropout(self._look(x, states, padding)))
-        return self.norms[1](x + self.dropout(self.feedforward(x)))
+    def forward(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None,
+        angles: Tensor | None,
+        context: Tensor,
+        real: Tensor | None,
+        **options: Any,
+    ) -> BlockOutput:
+        """`context`: the encoder's states (B, m, D), `real` (B, m) which of them are no padding."""
+        y, record, weights = self.attention(self.before(self.norms[0], x), key_mask, angles, **options)
+        x = self.after(self.norms[0], x, y)
+        want = options.get("want_weights", False)
+        y, _, cross = self.cross(self.before(self.cross_norm, x), real, context=context, want_weights=want)
+        x = self.after(self.cross_norm, x, y)
+        x = self.after(self.norms[1], x, self.feedforward(self.before(self.norms[1], x)))
+        return BlockOutput(x, weights, cross, *record)
 
-    def _look(self, x: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
-        return self.cross(x, states, states, key_padding_mask=padding, need_weights=False)[0]
 
-
-class Decoder(SubquadPreTrainedModel):
+class Decoder(Stack):
     """Embeddings and decoder blocks: ids (B, m) and encoder states (B, n, D) → (B, m, D)."""
 
     def __init__(self, config: SubquadConfig) -> None:
-        super().__init__(config)
-        self.embeddings = Embeddings(config)
-        self.blocks = nn.ModuleList(DecoderBlock(config, index) for index in range(config.num_hidden_layers))
-        self._tied_weights_keys = self.shared_tables = share_positions(self.blocks)
-        last = config.norm == "pre"
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if last else nn.Identity()
-        self.gradient_checkpointing = False
-        self.post_init()
+        layers = config.num_hidden_layers  # as many as the encoder has, and counted after them
+        super().__init__(config, [DecoderBlock(config, index) for index in range(layers)], first_layer=layers)
 
-    def forward(self, ids: Tensor, mask: Tensor | None, states: Tensor, states_mask: Tensor | None) -> Tensor:
-        longest = self.config.max_position_embeddings
-        if ids.shape[1] > longest:
-            raise ValueError(f"decoder_input_ids has length {ids.shape[1]}, beyond max_position_embeddings={longest}")
-        positions = place(ids, mask, None)
-        angles = rotary_angles(self.config, positions)
-        real = real_tokens(states_mask)
-        padding = None if real is None else ~real
-        x = self.embeddings(ids, positions, None)
-        for block in self.blocks:
-            x = block(x, real_tokens(mask), angles, states, padding)
-        return self.norm(x)
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_records: bool | None = None,
+    ) -> BackboneOutput:
+        return self.run(
+            input_ids, inputs_embeds, attention_mask, None, None, output_attentions, output_hidden_states,
+            output_records, cross=(encoder_hidden_states, real_tokens(encoder_attention_mask)),
+        )  # fmt: skip
 
 
-class SubquadForConditionalGeneration(SubquadPreTrainedModel, GenerationMixin):
+class SubquadForConditionalGeneration(SubquadPreTrainedModel, UncachedGenerationMixin):
     """Translates: input_ids (B, n) and labels (B, m), -100 = padding. The decoder reads the labels, shifted by one."""
 
-    causal: ClassVar[bool] = True
-    base_model_prefix = ""
     main_input_name = "input_ids"
-    _tied_weights_keys: ClassVar[dict[str, str]] = {
-        "lm_head.weight": "encoder.embeddings.tokens.weight",
-        "decoder.embeddings.tokens.weight": "encoder.embeddings.tokens.weight",
-    }
+    shared_tables: ClassVar[dict[str, str]] = {"decoder.embeddings.tokens.weight": TABLE}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": TABLE, **shared_tables}
 
     def __init__(self, config: SubquadConfig) -> None:
         if config.decoder_start_token_id is None or config.pad_token_id is None:
             raise ValueError("decoder_start_token_id and pad_token_id are needed for translation")
-        config.is_decoder, config.is_encoder_decoder = False, True
+        config = with_keys(config, is_decoder=False, is_encoder_decoder=True)
         super().__init__(config)
         self.encoder = SubquadModel(config)
         self.decoder = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        nn.init.normal_(self.lm_head.weight, std=config.initializer_range)
         self.post_init()
-
-    def get_encoder(self, *unused: Any, **also_unused: Any) -> nn.Module:
-        return self.encoder
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.embeddings.tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.encoder.embeddings.tokens = value
+        self.encoder.embeddings.tokens = self.decoder.embeddings.tokens = value
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        self.lm_head = value
-
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -113,44 +106,83 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, GenerationMixin):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
-        output_hidden_states: bool = False,
-        return_dict: bool = True,
-    ) -> Scores:
-        if decoder_input_ids is None:
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_records: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        use_cache: bool | None = None,
+    ) -> Seq2SeqScores:
+        """Without decoder_input_ids the decoder reads the labels. `use_cache` changes nothing: there is no cache."""
+        wanted = {
+            "output_attentions": output_attentions,
+            "output_hidden_states": output_hidden_states,
+            "output_records": output_records,
+            "return_dict": True,
+        }
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
             if labels is None:
                 raise ValueError("give labels or decoder_input_ids")
-            decoder_input_ids = self.shifted(labels)
-            decoder_attention_mask = self._label_mask(labels)
-        states = (self.encoder(input_ids, attention_mask) if encoder_outputs is None else encoder_outputs)[0]
-        hidden = self.decoder(decoder_input_ids, decoder_attention_mask, states, attention_mask)
-        logits = self.lm_head(hidden)  # (B, m, V)
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            decoder_attention_mask = label_mask(labels) if decoder_attention_mask is None else decoder_attention_mask
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **wanted)
+        source = encoder_outputs if isinstance(encoder_outputs, BackboneOutput) else _named(encoder_outputs)
+        target = self.decoder(
+            decoder_input_ids,
+            decoder_attention_mask,
+            source.last_hidden_state,
+            attention_mask,
+            decoder_inputs_embeds,
+            **wanted,
+        )
+        logits = self.lm_head(target.last_hidden_state)  # (B, m, V)
+        records = joined(source, target)
         loss = None
         if labels is not None:
             smoothing = self.config.label_smoothing if self.training else 0.0
-            loss = self.with_density(cross_entropy(logits, labels, smoothing))
-        output = Scores(loss, logits, None, self.density())
-        return output if return_dict else output.to_tuple()
+            loss, share = average(*cross_entropy(logits, labels.to(logits.device), smoothing), num_items_in_batch)
+            loss = with_auxiliary(self, loss, records["auxiliary_loss"], share)
+        return Seq2SeqScores(
+            loss=loss,
+            logits=logits,
+            decoder_hidden_states=target.hidden_states,
+            decoder_attentions=target.attentions,
+            cross_attentions=target.cross_attentions,
+            encoder_last_hidden_state=source.last_hidden_state,
+            encoder_hidden_states=source.hidden_states,
+            encoder_attentions=source.attentions,
+            **records,
+        )
 
-    def shifted(self, labels: Tensor) -> Tensor:
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """What the decoder reads to predict the labels: the start token, then all labels but the last."""
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
         return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.config.pad_token_id)], 1)
 
-    def _label_mask(self, labels: Tensor) -> Tensor:
-        real = (labels != IGNORED).long()
-        return torch.cat([torch.ones_like(real[:, :1]), real[:, :-1]], 1)
 
-    def prepare_inputs_for_generation(
-        self,
-        decoder_input_ids: Tensor,
-        encoder_outputs: BaseModelOutput | None = None,
-        attention_mask=None,
-        **unused: Any,
-    ) -> dict[str, Any]:
-        """The whole target so far at every step: right for every mechanism, and not yet cached."""
-        return {
-            "input_ids": None,
-            "encoder_outputs": encoder_outputs,
-            "decoder_input_ids": decoder_input_ids,
-            "attention_mask": attention_mask,
-        }
+def label_mask(labels: Tensor) -> Tensor:
+    """Which tokens of `prepare_decoder_input_ids_from_labels` are real."""
+    real = (labels != IGNORED).long()
+    return torch.cat([torch.ones_like(real[:, :1]), real[:, :-1]], 1)
+
+
+def joined(source: BackboneOutput, target: BackboneOutput) -> dict[str, Any]:
+    """The records of the encoder's layers and those of the decoder's as one."""
+    both = [part for part in (source, target) if part.density is not None]
+    auxiliary = [part.auxiliary_loss for part in (source, target) if part.auxiliary_loss is not None]
+    statistics = [part.statistics for part in (source, target) if part.statistics is not None]
+    return {
+        "density": torch.cat([part.density for part in both]) if both else None,  # (layers of both, H)
+        "auxiliary_loss": torch.stack(auxiliary).mean() if auxiliary else None,
+        "statistics": sum(statistics, ()) if len(statistics) == 2 else None,
+    }
+
+
+def _named(outputs: Any) -> BackboneOutput:
+    """Another model's output, or a tuple: states, all hidden states, attentions."""
+    values = outputs.to_tuple() if hasattr(outputs, "to_tuple") else outputs
+    states = getattr(outputs, "hidden_states", values[1] if len(values) > 1 else None)
+    weights = getattr(outputs, "attentions", values[2] if len(values) > 2 else None)
+    return BackboneOutput(last_hidden_state=values[0], hidden_states=states, attentions=weights)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from subquad.attention.registry import for_length
-from subquad.layers import Projections
-from subquad.models.blocks import SelfAttention, Turned
+from subquad.models.attention import AttentionLayer, Projections
+from subquad.models.blocks import Block
 from subquad.plots import cells, panels, shades
 from subquad.training.quiet import quiet
 from subquad.training.use import load
@@ -72,11 +72,11 @@ def trained_weights(model_folder: Path, input_ids: Tensor) -> list[tuple[Tensor,
     """
     quiet()
     model, _ = load(model_folder)
-    calls: list[tuple[SelfAttention, tuple[Any, ...]]] = []
+    calls: list[tuple[AttentionLayer, tuple[Any, ...]]] = []
     hooks = [
-        module.register_forward_pre_hook(lambda layer, inputs: calls.append((layer, inputs)))
+        module.attention.register_forward_pre_hook(lambda layer, inputs: calls.append((layer, inputs)))
         for module in model.modules()
-        if isinstance(module, SelfAttention)
+        if isinstance(module, Block)
     ]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # sampled graphs: the same picture every time
@@ -87,10 +87,10 @@ def trained_weights(model_folder: Path, input_ids: Tensor) -> list[tuple[Tensor,
 
 
 def _layer_weights(
-    layer: SelfAttention, x: Tensor, key_mask: Tensor | None, angles: Tensor | None = None
+    layer: AttentionLayer, x: Tensor, key_mask: Tensor | None, angles: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
     """x (1, n, D): what the attention of a block was given."""
-    project = Projections(layer) if angles is None else Turned(layer, angles)
+    project = Projections(layer, angles)
     try:
         weights = layer.attention.token_weights(x, x, project, key_mask)[0]  # (H, n, n)
     except TypeError:  # the mechanism says that it has none

@@ -1,0 +1,178 @@
+"""The attention layer of the models: four projections and a mechanism between them.
+
+`q_proj`, `k_proj`, `v_proj` and `out_proj` are modules that are called, never read: adapters, quantisation and
+offloading replace or wrap them by name. `AttentionLayer` is the only place in the models that calls a mechanism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.attention.base import Attention
+from subquad.attention.registry import attention as make_attention
+from subquad.attention.sbm import Sbm
+from subquad.models.config import SubquadConfig
+from subquad.models.loading import separate_projections
+
+
+class Record(NamedTuple):
+    """What one call of a mechanism has to say: density (H,), auxiliary loss (), statistics for `update`."""
+
+    density: Tensor | None = None
+    auxiliary_loss: Tensor | None = None
+    statistics: Tensor | None = None
+
+
+class Projections:
+    """The layer's input projections, as mechanisms ask for them: tokens (B, n, D) → heads (B, H, n, d).
+
+    With `angles` (B or 1, n, d/2) queries and keys are turned by their position (rotary embeddings, Su et al. 2021).
+    """
+
+    def __init__(self, layer: AttentionLayer, angles: Tensor | None = None) -> None:
+        self.layer = layer
+        self.turn = None if angles is None else (angles.cos()[:, None], angles.sin()[:, None])  # (B, 1, n, d/2)
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self._turned(self._split(self.layer.q_proj(x)))
+
+    def keys(self, x: Tensor) -> Tensor:
+        return self._repeated(self._turned(self._split(self.layer.k_proj(x))))
+
+    def values(self, x: Tensor) -> Tensor:
+        return self._repeated(self._split(self.layer.v_proj(x)))
+
+    def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.queries(query), self.keys(key), self.values(value)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.layer.head_dim)).transpose(1, 2)  # (B, H or G, n, d)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        if self.turn is None:
+            return x
+        a, b = x.chunk(2, -1)  # (B, H, n, d/2)
+        cos, sin = (part.to(x.dtype) for part in self.turn)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        """Grouped heads (B, G, n, d), once for every query head that reads them: (B, H, n, d)."""
+        return x if x.shape[1] == self.layer.num_heads else x.repeat_interleave(self.layer.num_heads // x.shape[1], 1)
+
+
+class AttentionLayer(nn.Module):
+    """Tokens (B, n, D) → (B, n, D): self-attention, or attention to `context` (B, m, D)."""
+
+    def __init__(self, config: SubquadConfig, spec: str = "full", **options: Any) -> None:
+        super().__init__()
+        width, heads, groups, d = (
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        )  # fmt: skip
+        self.num_heads, self.head_dim = heads, d
+        self.q_proj = nn.Linear(width, heads * d)
+        self.k_proj = nn.Linear(width, groups * d)
+        self.v_proj = nn.Linear(width, groups * d)
+        self.out_proj = nn.Linear(heads * d, width)
+        self.attention = make_attention(spec, num_heads=heads, head_dim=d, **options)
+
+    def reset_parameters(self) -> None:
+        """As torch's MultiheadAttention: q, k and v are drawn as if they were one matrix."""
+        inputs = (self.q_proj, self.k_proj, self.v_proj)
+        bound = math.sqrt(6 / (self.q_proj.in_features + sum(linear.out_features for linear in inputs)))
+        for linear in inputs:
+            nn.init.uniform_(linear.weight, -bound, bound)
+        bound = self.out_proj.in_features**-0.5
+        nn.init.uniform_(self.out_proj.weight, -bound, bound)
+        for linear in (*inputs, self.out_proj):
+            nn.init.zeros_(linear.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        angles: Tensor | None = None,
+        *,
+        context: Tensor | None = None,
+        seed: int | None = None,
+        want_weights: bool = False,
+        want_record: bool = False,
+        state: Any = None,
+    ) -> tuple[Tensor, Record, Tensor | None]:
+        """The output, the record of this call and its weights (B, H, n, m); empty and None unless they are wanted.
+
+        Where weights are wanted the output is made of them, as transformers' eager attention does: the slow definition.
+        """
+        if state is not None:
+            raise ValueError(f"state: {self.attention.name} does not stream; call it with the whole sequence")
+        keys, project = x if context is None else context, Projections(self, angles)
+        if want_weights and seed is None and self.attention.capabilities.stochastic:
+            seed = int(torch.randint(2**62, ()))  # the output and the record must speak of the same sampled graph
+        with weights_at_hand(self.attention), sampling_with(self.attention, seed):
+            y = self.attention.attend_tokens(x, keys, keys, project, key_mask)  # (B, n, H·d)
+            record = observed(self.attention) if want_record else Record()
+        if not want_weights:
+            return self.out_proj(y), record, None
+        with weights_at_hand(self.attention), sampling_with(self.attention, seed):
+            weights, y = self._defined(project, x, keys, key_mask)
+        return self.out_proj(y), record, weights
+
+    def _defined(self, project: Projections, x: Tensor, keys: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The weights from the definition, (B, H, n, m), and the output they give, (B, n, H·d)."""
+        mechanism = self.attention
+        if mechanism.capabilities.level == "layer":
+            raise ValueError(
+                f"output_attentions: {mechanism.name} has no single matrix of weights, it adds scales up; "
+                "leave output_attentions out"
+            )
+        q, k, v = project.together(x, keys, keys)  # (B, H, n, d)
+        weights = mechanism.define(q, k, key_mask)  # (B, H, n, m)
+        y = F.dropout(weights, mechanism.drop).to(v.dtype) @ v
+        return weights, y.transpose(1, 2).flatten(2)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        separate_projections(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def observed(mechanism: Attention) -> Record:
+    """The record of the call that `mechanism` has just made."""
+    if not isinstance(mechanism, Sbm):
+        return Record()
+    return Record(density=mechanism.last_density.detach(), auxiliary_loss=mechanism.density_loss())
+
+
+@contextmanager
+def sampling_with(mechanism: Attention, seed: int | None) -> Iterator[None]:
+    """Let a sampled mechanism draw from `seed`; None: from torch's own generator."""
+    if seed is None or not isinstance(mechanism, Sbm):
+        yield
+        return
+    own, mechanism.generator = mechanism.generator, torch.Generator().manual_seed(seed)
+    try:
+        yield
+    finally:
+        mechanism.generator = own
+
+
+@contextmanager
+def weights_at_hand(module: nn.Module) -> Iterator[None]:
+    """Load what accelerate has offloaded, for the whole of `module`.
+
+    Its hooks load the parameters of a module when that module is called. The parts of a mechanism are not all called
+    (lists of parameters cannot be), so their hooks are run here.
+    """
+    hooked = [part for part in module.modules() if hasattr(part, "_hf_hook")]
+    for part in hooked:
+        part._hf_hook.pre_forward(part)
+    try:
+        yield
+    finally:
+        for part in hooked:
+            part._hf_hook.post_forward(part, None)
