@@ -151,7 +151,7 @@ class Attention(nn.Module):
     def weights(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
         """The effective weights q(j|i), (B, H, n, m), from the definition. The same seed draws the same graphs."""
         self._validate(q, k, None, key_mask)
-        return self._defined(q, k, key_mask, seed)
+        return self.differentiable_weights(q, k, key_mask, seed)
 
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
@@ -159,7 +159,7 @@ class Attention(nn.Module):
         """The oracle: the definition's weights times the values, differentiable."""
         self._validate(q, k, v, key_mask)
         v = v if key_mask is None else v.masked_fill(~key_mask[:, None, :, None], 0)
-        return self._defined(q, k, key_mask, seed).to(v.dtype) @ repeat_heads(v, q.shape[1])
+        return self.differentiable_weights(q, k, key_mask, seed).to(v.dtype) @ repeat_heads(v, q.shape[1])
 
     # ---- inside a layer ----
 
@@ -211,7 +211,9 @@ class Attention(nn.Module):
         lengths = rows.lengths if self.positional else None
         return Call(rows.key_mask, lengths, seed, dropout, self.training, slots)
 
-    def _defined(self, q: Tensor, k: Tensor, key_mask: Tensor | None, seed: Tensor | None) -> Tensor:
+    def differentiable_weights(
+        self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, seed: Tensor | None = None
+    ) -> Tensor:
         """`define`, a row at a time where the mechanism is positional: each from its first real token to its last."""
         q, k, _ = _clean(q, k, None, key_mask)
         k = repeat_heads(k, q.shape[1])

@@ -9,45 +9,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention
+from subquad.attention.base import Record, draw_seed, repeat_heads
 from subquad.attention.registry import attention as make_attention
-from subquad.attention.sbm import Sbm
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import separate_projections
-
-
-class Record(NamedTuple):
-    """What one call of a mechanism has to say: density (H,), auxiliary loss (), statistics for `update`."""
-
-    density: Tensor | None = None
-    auxiliary_loss: Tensor | None = None
-    statistics: Tensor | None = None
 
 
 class Projections:
     """The layer's input projections, as mechanisms ask for them: tokens (B, n, D) → heads (B, H, n, d).
 
-    With `angles` (B or 1, n, d/2) queries and keys are turned by their position (rotary embeddings, Su et al. 2021).
+    With `angles` (B or 1, n, d/2) queries and keys are rotated by their position (rotary embeddings, Su et al. 2021).
     """
 
     def __init__(self, layer: AttentionLayer, angles: Tensor | None = None) -> None:
         self.layer = layer
-        self.turn = None if angles is None else (angles.cos()[:, None], angles.sin()[:, None])  # (B, 1, n, d/2)
+        self.rotation = None if angles is None else (angles.cos()[:, None], angles.sin()[:, None])  # (B, 1, n, d/2)
 
     def queries(self, x: Tensor) -> Tensor:
-        return self._turned(self._split(self.layer.q_proj(x)))
+        return self._rotated(self._split(self.layer.q_proj(x)))
 
     def keys(self, x: Tensor) -> Tensor:
-        return self._repeated(self._turned(self._split(self.layer.k_proj(x))))
+        return self._rotated(self._split(self.layer.k_proj(x)))
 
     def values(self, x: Tensor) -> Tensor:
-        return self._repeated(self._split(self.layer.v_proj(x)))
+        return self._split(self.layer.v_proj(x))
 
     def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.queries(query), self.keys(key), self.values(value)
@@ -55,16 +46,12 @@ class Projections:
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.layer.head_dim)).transpose(1, 2)  # (B, H or G, n, d)
 
-    def _turned(self, x: Tensor) -> Tensor:
-        if self.turn is None:
+    def _rotated(self, x: Tensor) -> Tensor:
+        if self.rotation is None:
             return x
         a, b = x.chunk(2, -1)  # (B, H, n, d/2)
-        cos, sin = (part.to(x.dtype) for part in self.turn)
+        cos, sin = (part.to(x.dtype) for part in self.rotation)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    def _repeated(self, x: Tensor) -> Tensor:
-        """Grouped heads (B, G, n, d), once for every query head that reads them: (B, H, n, d)."""
-        return x if x.shape[1] == self.layer.num_heads else x.repeat_interleave(self.layer.num_heads // x.shape[1], 1)
 
 
 class AttentionLayer(nn.Module):
@@ -111,54 +98,38 @@ class AttentionLayer(nn.Module):
         """
         if state is not None:
             raise ValueError(f"state: {self.attention.name} does not stream; call it with the whole sequence")
-        keys, project = x if context is None else context, Projections(self, angles)
-        if want_weights and seed is None and self.attention.capabilities.stochastic:
-            seed = int(torch.randint(2**62, ()))  # the output and the record must speak of the same sampled graph
-        with weights_at_hand(self.attention), sampling_with(self.attention, seed):
-            y = self.attention.attend_tokens(x, keys, keys, project, key_mask)  # (B, n, H·d)
-            record = observed(self.attention) if want_record else Record()
+        keys, project, mechanism = x if context is None else context, Projections(self, angles), self.attention
+        drawn = None if seed is None else torch.tensor(seed)
+        if want_weights and drawn is None and mechanism.is_random:
+            drawn = draw_seed()  # the output and the record must speak of the same sampled graph
+        with weights_at_hand(mechanism):
+            y, record = mechanism.attend_tokens(x, keys, keys, project, key_mask, drawn)  # (B, n, H·d)
+        record = record if want_record else Record()
         if not want_weights:
             return self.out_proj(y), record, None
-        with weights_at_hand(self.attention), sampling_with(self.attention, seed):
-            weights, y = self._defined(project, x, keys, key_mask)
+        with weights_at_hand(mechanism):
+            weights, y = self._defined(project, x, keys, key_mask, drawn)
         return self.out_proj(y), record, weights
 
-    def _defined(self, project: Projections, x: Tensor, keys: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _defined(
+        self, project: Projections, x: Tensor, keys: Tensor, key_mask: Tensor | None, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The weights from the definition, (B, H, n, m), and the output they give, (B, n, H·d)."""
         mechanism = self.attention
-        if mechanism.capabilities.level == "layer":
+        if not mechanism.capabilities.weights:
             raise ValueError(
-                f"output_attentions: {mechanism.name} has no single matrix of weights, it adds scales up; "
+                f"output_attentions: {mechanism.name} has no single matrix of weights over tokens; "
                 "leave output_attentions out"
             )
         q, k, v = project.together(x, keys, keys)  # (B, H, n, d)
-        weights = mechanism.define(q, k, key_mask)  # (B, H, n, m)
-        y = F.dropout(weights, mechanism.drop).to(v.dtype) @ v
+        weights = mechanism.differentiable_weights(q, k, key_mask, seed)  # (B, H, n, m)
+        dropped = F.dropout(weights, mechanism.options.dropout, training=self.training)
+        y = dropped.to(v.dtype) @ repeat_heads(v, q.shape[1])
         return weights, y.transpose(1, 2).flatten(2)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         separate_projections(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def observed(mechanism: Attention) -> Record:
-    """The record of the call that `mechanism` has just made."""
-    if not isinstance(mechanism, Sbm):
-        return Record()
-    return Record(density=mechanism.last_density.detach(), auxiliary_loss=mechanism.density_loss())
-
-
-@contextmanager
-def sampling_with(mechanism: Attention, seed: int | None) -> Iterator[None]:
-    """Let a sampled mechanism draw from `seed`; None: from torch's own generator."""
-    if seed is None or not isinstance(mechanism, Sbm):
-        yield
-        return
-    own, mechanism.generator = mechanism.generator, torch.Generator().manual_seed(seed)
-    try:
-        yield
-    finally:
-        mechanism.generator = own
 
 
 @contextmanager

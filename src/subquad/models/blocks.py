@@ -99,7 +99,7 @@ class Block(GradientCheckpointingLayer):
         y, record, weights = self.attention(self.before(self.norms[0], x), key_mask, angles, **options)
         x = self.after(self.norms[0], x, y)
         x = self.after(self.norms[1], x, self.feedforward(self.before(self.norms[1], x)))
-        return BlockOutput(x, weights, None, *record)
+        return BlockOutput(x, weights, None, *record[:3])
 
     def before(self, norm: nn.Module, x: Tensor) -> Tensor:
         """What a sublayer reads."""

@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig
 
 from subquad.attention.registry import attention, mechanism
 from subquad.core.options import split_spec
-from subquad.supports.partitions import default_span, root
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "own", "none")
 
@@ -134,7 +133,6 @@ class SubquadConfig(PreTrainedConfig):
                 f"attention={spec!r}: causal is the model's to say ({str(causal).lower()} here): leave it out"
             )
         options: dict[str, Any] = {"causal": causal, "max_length": self.max_position_embeddings}
-        options.update(settled_sizes(known, given, self.max_position_embeddings))
         if self.attention_dropout:
             options["dropout"] = self.attention_dropout
         if "layer_index" in known:
@@ -166,15 +164,6 @@ class SubquadConfig(PreTrainedConfig):
         for index in range(min(self.num_hidden_layers, len(self.specs))):
             spec, options = self.layer_options(index, causal=causal)
             attention(spec, num_heads=self.num_attention_heads, head_dim=self.head_dim, **options)
-
-
-def settled_sizes(known: dict[str, Any], given: dict[str, str], n: int) -> dict[str, int]:
-    """Sizes that a mechanism derives from the length of each batch, derived once from the longest: how far a batch is
-    padded must not change a model's answer.
-    """
-    depth = int(given.get("depth", known["depth"].default)) if "depth" in known else 1
-    sizes = {"span": max(default_span(n, depth), 2), "cols": root(n), "w": root(n)}
-    return {name: size for name, size in sizes.items() if name in known and known[name].default is None}
 
 
 def _unknown(key: str) -> str:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from subquad.attention.base import Attention
-from subquad.attention.sbm import sbm_layers
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_positions
 from subquad.models.config import SubquadConfig
@@ -70,11 +69,6 @@ class SubquadPreTrainedModel(PreTrainedModel):
         for layer, one in zip(self.attention_layers(), statistics or (), strict=bool(statistics)):
             if one is not None:
                 layer.update(one)
-
-    def density(self) -> Tensor | None:
-        """Sampled edges / possible edges, (layers, heads), of the SBM layers in the last call; None without any."""
-        layers = sbm_layers(self)
-        return torch.stack([layer.last_density.detach() for layer in layers]) if layers else None
 
 
 class Stack(SubquadPreTrainedModel):

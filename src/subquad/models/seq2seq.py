@@ -46,7 +46,7 @@ class DecoderBlock(Block):
         y, _, cross = self.cross(self.before(self.cross_norm, x), real, context=context, want_weights=want)
         x = self.after(self.cross_norm, x, y)
         x = self.after(self.norms[1], x, self.feedforward(self.before(self.norms[1], x)))
-        return BlockOutput(x, weights, cross, *record)
+        return BlockOutput(x, weights, cross, *record[:3])
 
 
 class Decoder(Stack):
