@@ -302,52 +302,6 @@ def test_impossible_options_are_refused():
         make("combiner-plan", False, plan=spans.Tree())(*draw(20))
 
 
-# ---- routing ------------------------------------------------------------------------------------------------
-
-
-def test_routing_learns_in_training_and_rests_in_evaluation():
-    module = make("combiner-routing", True)
-    xs, before = draw(40), module.centroids.clone()
-    module(*xs)
-    assert torch.equal(module.centroids, before)
-    module.train()
-    out = module(*xs)
-    assert torch.equal(out, make("combiner-routing", True)(*xs))  # a call uses the centroids it found
-    assert not torch.equal(module.centroids, before)
-    torch.testing.assert_close(module.centroids.norm(dim=-1), torch.ones(2, 3, dtype=torch.float64))
-    fresh = make("combiner-routing", True)
-    fresh.load_state_dict(module.state_dict())
-    assert torch.equal(fresh.centroids, module.centroids)
-
-
-def test_routing_moves_centroids_by_the_declared_average():
-    module = make("combiner-routing", False, heads=1, clusters=2, decay=0.5).train()
-    q, k, v = draw(10, batch=1, heads=1)
-    mask = torch.tensor([[True] * 8 + [False] * 2])
-    before, cluster = module.centroids.clone(), module.assign(q, k)[0, 0]
-    module(q, k, v, key_mask=mask)
-    x = (torch.nn.functional.normalize(q, dim=-1) + torch.nn.functional.normalize(k, dim=-1))[0, 0, :8] / math.sqrt(2)
-    for c in range(2):
-        mine = x[cluster[:8] == c]
-        wanted = (
-            before[0, c] if len(mine) == 0 else torch.nn.functional.normalize((before[0, c] + mine.mean(0)) / 2, dim=-1)
-        )
-        torch.testing.assert_close(module.centroids[0, c], wanted)
-
-
-def test_routing_finds_clusters():
-    """k-means: tokens around two directions end in two clusters."""
-    module = make("combiner-routing", False, heads=1, clusters=2, decay=0.9).train()
-    direction = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0]], dtype=torch.float64)
-    which = torch.arange(60) % 2
-    x = (direction[which] + 0.1 * torch.randn(60, 4, dtype=torch.float64))[None, None]
-    module.centroids.copy_(torch.nn.functional.normalize(direction + 0.5, dim=-1)[None])
-    for _ in range(50):
-        module(x, x, x)
-    assert (module.assign(x, x)[0, 0] == module.assign(x, x)[0, 0, 0]).tolist() == (which == 0).tolist()
-    torch.testing.assert_close(module.centroids[0], direction, atol=0.1, rtol=0)
-
-
 # ---- pools --------------------------------------------------------------------------------------------------
 
 
