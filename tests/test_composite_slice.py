@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subquad.kernels.blocks import unplan
-from subquad.kernels.slices import local_plan
 from torch import nn
 
 import subquad
 from subquad.layers import MultiheadAttention, Projections
 from subquad.positions import MultiScalePositions
 from subquad.studies.slice_cost import best_slice_length, crossover, draw_slice_cost, linear_cost, slice_cost
+from subquad.supports.slices import Slices
 from subquad.testing import check_attention
 
 NAN = float("nan")
@@ -65,7 +64,11 @@ def tokens(n: int, batch: int = 2, width: int = 8, seed: int = 0) -> torch.Tenso
 
 def mixed(m: MultiheadAttention, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """The layer before its output projection."""
-    return m.attention.attend_tokens(x, x, x, Projections(m), mask)
+    return fast(m, x, x, x, mask)
+
+
+def fast(m, query, key, value, mask=None):
+    return m.attention.attend_tokens(query, key, value, Projections(m), mask)[0]
 
 
 def same(m: MultiheadAttention, n: int, mask: torch.Tensor | None = None) -> None:
@@ -74,12 +77,11 @@ def same(m: MultiheadAttention, n: int, mask: torch.Tensor | None = None) -> Non
     targets = [x, *m.parameters()]
     direction = tokens(n, seed=7)
     results = []
-    for call in (m.attention.attend_tokens, m.attention.dense_tokens):
-        out = call(x, x, x, Projections(m), mask)
+    for out in (fast(m, x, x, x, mask), m.attention.dense_tokens(x, x, x, Projections(m), mask)):
         grads = torch.autograd.grad(out, targets, direction, allow_unused=True)
         results.append([out, *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, targets, strict=True))])
-    for fast, slow in zip(*results, strict=True):
-        assert (fast - slow).abs().max() <= 1e-9 * max(1.0, slow.abs().max().item())
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() <= 1e-9 * max(1.0, b.abs().max().item())
 
 
 # ---- against the definition, and the definition against the paper ----------------------------------------
@@ -170,9 +172,9 @@ def test_queries_keys_and_values_of_different_tokens():
     q, k, v = (tokens(21, seed=s) for s in range(3))
     for composition in ("local-global", "parallel", "global-local"):
         m = layer(extension=2, composition=composition, **VIPE)
-        fast, slow = (f(q, k, v, Projections(m), None) for f in (m.attention.attend_tokens, m.attention.dense_tokens))
-        assert torch.allclose(fast, slow, atol=1e-12)
-        assert not torch.allclose(fast, mixed(m, q))
+        quick, slow = fast(m, q, k, v), m.attention.dense_tokens(q, k, v, Projections(m), None)
+        assert torch.allclose(quick, slow, atol=1e-12)
+        assert not torch.allclose(quick, mixed(m, q))
 
 
 # ---- causality and padding --------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ def test_weights_of_both_scales_make_the_output(causal):
     counts = torch.stack([c.sum(1) for c in mask.split(8, 1)], 1).clamp(min=1)
     z = torch.stack([c.sum(1) for c in kept.split(8, 1)], 1) / counts[..., None]
     out = fine + (coarse @ project.values(z)).transpose(1, 2).flatten(2)[:, t]
-    assert torch.allclose(out, mixed(m, x, mask), atol=1e-12)
+    assert torch.allclose(out[mask], mixed(m, x, mask)[mask], atol=1e-12)
     for w in (local, coarse):
         total = w.sum(-1)
         assert (w >= 0).all() and torch.allclose(total, (total > 0).double())
@@ -265,11 +267,10 @@ def test_picture_and_support(name, causal):
     assert ((picture > 0) == support).all()
     direct = torch.zeros(n, n, dtype=torch.bool)
     o = m.attention.options
-    for p in unplan(local_plan(n, o.slice_length, o.reach, causal=causal, placed=False)):
-        for a in range(p.blocks):
-            rows = slice(p.q_start + a * p.q_step, p.q_start + a * p.q_step + p.q_len)
-            first = p.k_start + a * p.k_step
-            direct[rows, first : first + p.k_len] |= p.allowed()[0 if p.allowed().shape[0] == 1 else a]
+    for p in Slices(causal=causal, size=o.slice_length, reach=o.reach).plan(n, "main").parts:
+        seen = torch.from_numpy(p.allowed())
+        for a, (rows, keys) in enumerate(zip(p.queries.places(), p.keys.places(), strict=True)):
+            direct[rows[:, None], keys] |= seen[0 if len(seen) == 1 else a]
     assert ((picture == 1) == direct).all()
     x = tokens(n, batch=1).requires_grad_()
     out = mixed(m, x)

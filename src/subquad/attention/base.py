@@ -76,6 +76,7 @@ class Attention(nn.Module):
     exponent: float = 2.0  # operations(n) grow like n^exponent up to logarithms; a property where options decide
     positional: bool = True  # who attends to whom depends on positions, not on content and order alone
     data_dependent: bool = False  # how much is computed depends on the values: on sampled graphs, clusters, edge lists
+    counting_range: ClassVar[tuple[int, int]] = (512, 2048)  # lengths at which real tensors show the growth of the cost
     grouped: bool = False  # `attend` takes fewer key heads than query heads; else they are repeated for it
     name: ClassVar[str] = ""  # set by the registry
     options: Any
@@ -124,6 +125,11 @@ class Attention(nn.Module):
         """How many scores one head computes for a sequence of length n."""
         seen = self.support(n)
         return seen.sum().item() / (len(seen) if seen.dim() == 3 else 1)
+
+    @property
+    def counted_lengths(self) -> tuple[int, int]:
+        """Between which lengths the growth of the cost is counted."""
+        return self.counting_range if self.data_dependent else (4096, 65536)
 
     def update(self, statistics: Tensor) -> None:
         """Move running averages by the statistics of a training step (summed over its micro-batches and processes)."""

@@ -51,6 +51,7 @@ class CombinerPlan(Combiner):
     exponent = 2.0
     grouped = False
     data_dependent = True
+    counting_range = (128, 512)
     examples = ({"plan": eights},)
     gallery = {"plan": nearby_and_sides}
     exceptions = {"compiles": "with key_mask every row has a plan of its own, which a compiled graph does not know"}

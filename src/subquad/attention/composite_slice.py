@@ -39,8 +39,7 @@ from subquad.attention.slicing import add_by_slice, slices
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
 from subquad.positions import MultiScalePositions
-from subquad.supports.slices import Slices
-from subquad.supports.support import text_of
+from subquad.supports.slices import slices_text
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # what queries, keys and values are projected from, (B, n, E) each
 
@@ -249,17 +248,35 @@ class CompositeSlice(Attention):
         real = torch.ones_like(query[..., 0], dtype=torch.bool) if key_mask is None else key_mask
         if key_mask is None:
             return Definition(self, found).compose((query, key, value), project, real, 0)
-        rows = []
+        rows, weights = [], []
         for b, mask in enumerate(real):  # each row from its first real token to its last
-            places = mask.nonzero()[:, 0]
-            out = torch.zeros_like(query[b])
+            places, own = mask.nonzero()[:, 0], slice(0, 0)
+            out, seen = torch.zeros_like(query[b]), {}
             if len(places):
                 own = slice(int(places[0]), int(places[-1]) + 1)
                 one = [_clean(x[b : b + 1, own], mask[None, own]) for x in (query, key, value)]
-                piece = Definition(self, found).compose(one, project, mask[None, own], 0)
+                piece = Definition(self, seen).compose(one, project, mask[None, own], 0)
                 out = out.index_copy(0, torch.arange(own.start, own.stop, device=out.device), piece[0])
             rows.append(out.masked_fill(~mask[:, None], 0))
+            weights.append((own.start, seen))
+        found.update(self._gathered(weights, query))
         return torch.stack(rows)
+
+    def _gathered(self, rows: list[tuple[int, dict[int, Any]]], query: Tensor) -> dict[int, Tensor]:
+        """The weights of every row, each (1, H, r, r) from its first token or slice on, as one tensor per scale."""
+        o, found, size = self.options, {}, query.shape[1]
+        for scale in range(o.levels):
+            if scale:  # causal: the last slice is asked by nobody
+                size = -(-size // o.slice_length) - o.causal
+            if not size:
+                break
+            whole = query.new_zeros(len(rows), o.num_heads, size, size)
+            for one, (start, seen) in zip(whole, rows, strict=True):
+                if seen.get(scale) is not None:
+                    first, length = start if scale == 0 else 0, seen[scale].shape[2]
+                    one[:, first : first + length, first : first + length] = seen[scale][0]
+            found[scale] = whole
+        return found
 
     def picture(self, n: int) -> Tensor:
         o, i, j = self.options, torch.arange(n)[:, None], torch.arange(n)
@@ -339,11 +356,11 @@ class _Composer:
         n, keys, causal = q.shape[2], [k], self.options.causal
         if self.attention.positions is not None:
             q, keys = self._place(q, k, project, self.attention.positions(scale, n), size or n, reach)
-        support = Slices(causal=causal, size=size, reach=reach, placed=self.attention.positions is not None)
+        text = slices_text(causal, size, reach, self.attention.positions is not None)
         valid = [None if real is None else real[:, None]] * len(keys)
         about = {"valid": valid, "dropout": self.call.dropout, "seed": self.call.seed}
         values, scale_ = [v] * len(keys), self.options.softmax_scale
-        out = merge_attention(q, keys, values, text_of(support), "main", n, scale=scale_, **about)  # (B, H, n, d)
+        out = merge_attention(q, keys, values, text, "main", n, scale=scale_, **about)  # (B, H, n, d)
         return out.transpose(1, 2).flatten(2)
 
     def _place(self, q: Tensor, k: Tensor, project: Any, table: Tensor, size: int, reach: int):

@@ -53,6 +53,7 @@ class Routing(Attention):
     __doc__ = __doc__
 
     Options = RoutingOptions
+    data_dependent = True
     family = "learned clusters"
     paper = "Roy et al. 2021"
     cost = "n·clusters + n²/clusters"

@@ -62,6 +62,7 @@ class Sbm(Attention):
 
     Options = SbmOptions
     capabilities = Capabilities(cross=True, stochastic=True)
+    data_dependent = True
     family = "sampled graph"
     paper = "Cho et al. 2022"
     cost = "edges = density·n²"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from subquad.supports.parts import make_plan, strips
 from subquad.supports.support import Support
 
@@ -27,3 +29,9 @@ class Slices(Support):
             return make_plan(strips(n, size, -reach, size + ahead, causal=self.causal), n)
         parts = strips(n, size, 0, size, causal=self.causal) + strips(n, size, -reach, 0, source=1)
         return make_plan(parts + ([] if self.causal else strips(n, size, size, size + reach, source=2)), n)
+
+
+@torch.compiler.assume_constant_result
+def slices_text(causal: bool, size: int, reach: int, placed: bool) -> str:
+    """The text of slices: a constant of a compiled graph."""
+    return Slices(causal=causal, size=size, reach=reach, placed=placed).text

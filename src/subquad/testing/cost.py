@@ -19,9 +19,8 @@ def grows_as_declared(case: Case) -> None:
     Counted on tensors without data, from 4,096 to 65,536 tokens; where the work depends on the data, on real ones.
     """
     declared = case.core(case.make(torch.float32))
-    real = declared.data_dependent
-    sizes = (1024, 4096) if real else (4096, 65536)
-    counts, kept = zip(*(_count(case, n, real) for n in sizes), strict=True)
+    sizes = declared.counted_lengths
+    counts, kept = zip(*(_count(case, n, declared.data_dependent) for n in sizes), strict=True)
     assert counts[0] > 0, "no operation was counted"
     step = math.log(sizes[1] / sizes[0])
     for what, (small, large) in (("operations", counts), ("memory", kept)):
@@ -38,8 +37,8 @@ def _count(case: Case, n: int, real: bool) -> tuple[int, int]:
         storages[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return t
 
+    module = case.make(torch.float32)
     with contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
-        module = case.make(torch.float32)
         xs = [torch.randn(x.shape, requires_grad=True) for x in case.inputs(n, torch.float32, batch=1)]
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             case.run(module, xs).sum().backward()
