@@ -36,6 +36,8 @@ import subquad.kernels.flops  # noqa: F401  (teaches the counter our kernels)
 from subquad.attention.base import Attention
 from subquad.attention.registry import attention, mechanism
 from subquad.core import memory
+from subquad.core.child import command as child_command
+from subquad.core.child import paths as child_paths
 from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention
 
@@ -276,9 +278,9 @@ def peak_memory(spec: str, level: str, n: int, setting: Setting) -> int:
         "threads": torch.get_num_threads(),
     }
     request["module"] = mechanism(split_spec(spec)[0]).__module__  # a mechanism of the user's registers itself there
-    paths = os.pathsep.join(filter(None, sys.path))
+    paths = child_paths(working_folder=not request["module"].startswith("subquad."))
     child = subprocess.run(
-        [sys.executable, "-m", "subquad.bench"],
+        child_command("subquad.bench"),
         input=json.dumps(request),
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,

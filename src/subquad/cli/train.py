@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from subquad.cli.console import err, out
+from subquad.cli.console import out
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the recipe; may be repeated.")
@@ -56,8 +56,6 @@ def train(
     from subquad.training.run import main_process
     from subquad.training.run import train as start
 
-    if resume and not (run.out / "run.json").exists() and main_process():
-        err().print(f"--resume: {run.out} holds no run yet, this one starts from scratch", soft_wrap=True)
     result = start(run, resume=resume, overwrite=overwrite)
     if main_process():
         show(result, run.out)
