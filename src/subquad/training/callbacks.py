@@ -6,12 +6,14 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
+from transformers.utils import logging
 
 from subquad.core import memory
 from subquad.training import log
@@ -31,6 +33,18 @@ def say(text: str) -> None:
     if main_process():
         with contextlib.suppress(OSError):
             stderr().print(text, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers shows a bar for every file that it reads or writes; ours is enough."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 class Recorder(TrainerCallback):

@@ -29,7 +29,7 @@ from subquad.core import memory
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks.base import Task
 from subquad.training import checkpoints, folder, log
-from subquad.training.callbacks import TIMES, Recorder, Stopper, say
+from subquad.training.callbacks import TIMES, Recorder, Stopper, no_progress_bars, say
 from subquad.training.connections import connections
 from subquad.training.folder import clear, was
 from subquad.training.processes import main_process, naming_the_dead, world_size
@@ -92,7 +92,7 @@ def train(run: Run, *, resume: bool = False, overwrite: bool = False) -> dict[st
     set_seed(run.seed)
     arguments = make_arguments(run)
     splits = run.task.load()  # before the folder is made: what cannot work leaves nothing behind, and deletes nothing
-    with naming_the_dead(), contextlib.ExitStack() as held:
+    with no_progress_bars(), naming_the_dead(), contextlib.ExitStack() as held:
         checkpoint = open_everywhere(run, held, state, resume=resume, overwrite=overwrite)
         return _train(run, arguments, splits, checkpoint)
 
@@ -136,12 +136,13 @@ def _train(run: Run, arguments: Any, splits: Any, checkpoint: Path | None) -> di
     test = trainer.evaluate(splits.test, metric_key_prefix="test")
     with seeded(evaluation_seed(run.seed, 0)):
         test.update({f"test_{key}": value for key, value in run.task.finish(model, splits.test).items()})
-    result = summary(run, model, trainer, recorder, test)
-    if trainer.is_world_process_zero():
+    result = None
+    if main_process():
+        result = summary(run, model, trainer, recorder, test)
         recorder.close()
         save_model(run, model)
         log.write_result(run.out, result)
-    return result
+    return broadcast_object_list([result])[0]
 
 
 def is_trained(checkpoint: Path, recipe: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import set_seed
-from transformers.utils import logging
 
 from subquad.core.options import make
 from subquad.models import HEADS
 from subquad.tasks import task_class
 from subquad.tasks.base import Task
 from subquad.training import checkpoints, log
+from subquad.training.callbacks import no_progress_bars
 from subquad.training.trainer import evaluation_seed
 
 
@@ -91,18 +90,6 @@ def check_config(folder: Path, task: Task) -> None:
         raise ValueError(f"{folder}: the model cannot be read ({' '.join(str(error).split())[:200]})") from error
     if r.layers > tensors:
         raise ValueError(f"{path} is damaged: {r.layers} layers, and model.safetensors has {tensors} tensors in all")
-
-
-@contextlib.contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """transformers shows a bar for every file that it reads, also to a program that did not ask for one."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 @torch.no_grad()
