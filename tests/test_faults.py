@@ -21,17 +21,19 @@ from subquad.training import checkpoints, lock, log, use
 from subquad.training.compare import Comparison, compare, prepare
 from subquad.training.run import Interrupted, train
 from subquad.training.trainer import RunTrainer
-from training_runs import TINY, losses, outcome, sampled, start, start_two, tiny, train_in_process
+from training_runs import TINY, losses, one_thread, outcome, sampled, start, start_two, tiny, train_in_process
+
+__all__ = ["one_thread"]  # a fixture of every test here
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def made_once(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("sampled") / "run"
     train(sampled(out))
     return out
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def expected(made_once) -> dict:
     return outcome(made_once, log.read_result(made_once))
 

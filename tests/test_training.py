@@ -22,10 +22,12 @@ from subquad.training import checkpoints, log, statistics, use
 from subquad.training.compare import Comparison, check, pending, prepare, rows, split_list, write
 from subquad.training.run import Run, check_attention, train
 from subquad.training.trainer import RunTrainer
-from training_runs import TINY, losses, start_two, tiny
+from training_runs import TINY, losses, one_thread, start_two, tiny
+
+__all__ = ["one_thread"]  # a fixture of every test here
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def made_once(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
     train(tiny(out))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from subquad.tasks import task
@@ -28,6 +29,15 @@ TINY = (
     "feedforward=8", "batch=4", "eval_size=8", "warmup=0",
 )  # fmt: skip
 SAMPLED = "sbm:clusters=2"  # draws a graph in every call, also in evaluations
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tiny models gain nothing by a second thread, and the processes of these tests have one too: sums are equal."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny(out: Path, *settings: str, attention: str = "full", seed: int = 0) -> Run:
