@@ -70,14 +70,16 @@ def test_a_run_resumes_from_every_checkpoint(run, expected):
 
 def kill_and_resume(out: Path, expected: dict, draw: random.Random, kills: int) -> None:
     """Kill a run again and again, at moments spread over its whole life, then let it finish."""
+    hits = 0
     for _ in range(kills):
-        process = start(train_in_process, out, True)
-        time.sleep(draw.uniform(0, 0.3))
-        while not (out / "run.json").exists() and process.is_alive():  # it has begun
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 1.0))
+        process, lines = start(train_in_process, out, True), draw.randint(0, len(expected["log"]))
+        while process.is_alive() and not ((out / "run.json").exists() and len(log.read(out)) >= lines):
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.05))  # in a step, an evaluation, the writing of a checkpoint, the test
         process.kill()
         process.join()
+        hits += process.exitcode == -signal.SIGKILL
+    assert hits, "it was killed on the way"
     assert resumed(out) == expected
 
 

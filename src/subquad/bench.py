@@ -270,7 +270,7 @@ def _input_bytes(step: Step) -> int:
 
 def peak_memory(spec: str, level: str, n: int, setting: Setting) -> int:
     """Bytes by which a fresh process grows during one step, at its peak."""
-    request = {
+    request: dict[str, Any] = {
         "spec": spec,
         "level": level,
         "n": n,

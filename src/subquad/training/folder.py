@@ -51,7 +51,12 @@ def opened(run: Any, versions: dict[str, str], *, resume: bool, overwrite: bool)
             check_same(run)
         try:
             (run.out / ERROR).unlink(missing_ok=True)
-            yield _continue(run) if known and not overwrite else _begin(run, versions)
+            if known and not overwrite:
+                checkpoint = _continue(run)
+            else:
+                _begin(run, versions)
+                checkpoint = None
+            yield checkpoint
         except Exception as error:
             with contextlib.suppress(OSError):  # the disk may be what is wrong
                 (run.out / ERROR).write_text(" ".join(str(error).split()) or type(error).__name__)

@@ -70,9 +70,10 @@ class RunTrainer(Trainer):
     def update_statistics(self) -> None:
         """Once after each optimiser step: the sums of the whole batch, over its parts and the processes."""
         sums, self.sums = self.sums, None
-        if sums is not None and hasattr(self.model, "update_statistics"):
+        update = getattr(self.model, "update_statistics", None)
+        if sums is not None and update is not None:
             with torch.no_grad():
-                self.model.update_statistics(statistics.over_processes(sums))
+                update(statistics.over_processes(sums))
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         step = 0 if metric_key_prefix == "test" else self.state.global_step
@@ -86,8 +87,8 @@ class RunTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that cannot be written is removed; the ones before it are deleted only once it is sealed."""
-        run = Path(self.args.output_dir).parent
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        run = folder.parent.parent
         main = self.is_world_process_zero()
         if main:
             for earlier in (folder, folder.with_name(f"damaged-{self.state.global_step}")):
