@@ -109,7 +109,7 @@ def test_signals_leave_a_checkpoint(tmp_path, expected, monkeypatch, capfd, numb
     monkeypatch.setattr(RunTrainer, "compute_loss", compute_loss)
     with pytest.raises(Interrupted, match="stopped at step 3 of 6"):
         train(sampled(tmp_path))
-    assert "run the same command again with --resume to continue" in capfd.readouterr().err
+    assert "run the same command again with --resume (in Python: resume=True) to continue" in capfd.readouterr().err
     assert checkpoints.step_of(checkpoints.newest_good(tmp_path)[0]) == 3
     assert not (tmp_path / "error.txt").exists() and not (tmp_path / lock.FILE).exists()
     assert resumed(tmp_path) == expected
@@ -259,7 +259,7 @@ def test_a_log_that_changes_during_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(log, "append", append)
     result = train(tiny(tmp_path))
     assert result["step_seconds"] > 0 and len(losses(tmp_path)) == 6
-    assert "was changed during training and has been written anew" in capsys.readouterr().err
+    assert "was changed during training and has been rewritten" in capsys.readouterr().err
 
 
 def test_a_damaged_line_of_a_finished_log_is_left_out_and_named(run, capsys):

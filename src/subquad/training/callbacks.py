@@ -95,7 +95,7 @@ class Recorder(TrainerCallback):
     def close(self) -> None:
         """The file as it should be, if something has happened to it."""
         if not log.holds(self.run, self.records):
-            log.warn(f"{self.run / log.FILE} was changed during training and has been written anew")
+            log.warn(f"{self.run / log.FILE} was changed during training and has been rewritten")
             log.write(self.run, self.records)
 
 

@@ -93,7 +93,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def newest_good(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, and a line about each damaged one that was put aside on the way."""
+    """The newest intact checkpoint of a run, and a line about each damaged one that was put aside on the way."""
     complaints: list[str] = []
     for folder in all_checkpoints(run):
         wrong = damage(folder)

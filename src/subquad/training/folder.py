@@ -85,13 +85,13 @@ def _begin(run: Any, versions: dict[str, str]) -> None:
 
 
 def _continue(run: Any) -> Path | None:
-    """The newest whole checkpoint; the log is the one that belongs to it."""
+    """The newest intact checkpoint; the log is the one that belongs to it."""
     checkpoint, complaints = checkpoints.newest_good(run.out)
     for complaint in complaints:
         log.warn(complaint)
     log.write(run.out, [] if checkpoint is None else log.read(checkpoint))
     if complaints and checkpoint is None:
-        log.warn("no whole checkpoint is left: training starts from the beginning")
+        log.warn("no intact checkpoint is left: training starts from the beginning")
     return checkpoint
 
 

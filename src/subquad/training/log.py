@@ -14,7 +14,7 @@ from subquad.core.files import write_atomically
 
 FILE = "log.jsonl"
 RESULT = "result.json"
-NUMBERS = ("loss", "step_seconds", "tokens_per_second", "memory")  # of a record of training steps
+NUMBERS = ("loss", "step_seconds")  # what every reader needs of a record of training steps
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """A line of the log, if it is one: the step, and either all numbers of a training step or an evaluation."""
+    """A line of the log, if it is one: the step, and either the numbers of training steps or an evaluation."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -94,7 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error})") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: an object is expected, not {found!r:.40}")
+        raise ValueError(f"{path} is damaged: a JSON object is expected, not {found!r:.40}")
     return found
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 Member = tuple[str, int]  # host name and process id
+TO_RESUME = "run the same command again with --resume (in Python: resume=True) to continue"
 PATIENCE = 5.0  # seconds in which a dead process is noticed by the operating system
 
 
@@ -61,7 +62,7 @@ def naming_the_dead() -> Iterator[None]:
             raise SystemExit(1) from None
         raise ConnectionError(
             f"process {dead[0]} of {len(members)} (pid {members[dead[0]][1]}) has died, so the others stopped; "
-            "run the same command again with --resume to continue"
+            f"{TO_RESUME}"
         ) from error
 
 

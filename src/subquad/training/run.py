@@ -32,7 +32,7 @@ from subquad.training import checkpoints, folder, log
 from subquad.training.callbacks import TIMES, Recorder, Stopper, no_progress_bars, say
 from subquad.training.connections import connections
 from subquad.training.folder import clear, was
-from subquad.training.processes import main_process, naming_the_dead, world_size
+from subquad.training.processes import TO_RESUME, main_process, naming_the_dead, world_size
 from subquad.training.trainer import Resume, RunTrainer, evaluation_seed, make_arguments, make_trainer, seeded
 
 __all__ = ["Interrupted", "Run", "check_attention", "clear", "main_process", "make_arguments", "make_model", "slug",
@@ -92,7 +92,7 @@ def train(run: Run, *, resume: bool = False, overwrite: bool = False) -> dict[st
     set_seed(run.seed)
     arguments = make_arguments(run)
     splits = run.task.load()  # before the folder is made: what cannot work leaves nothing behind, and deletes nothing
-    with no_progress_bars(), naming_the_dead(), contextlib.ExitStack() as held:
+    with no_progress_bars(), contextlib.ExitStack() as held, naming_the_dead():
         checkpoint = open_everywhere(run, held, state, resume=resume, overwrite=overwrite)
         return _train(run, arguments, splits, checkpoint)
 
@@ -131,7 +131,7 @@ def _train(run: Run, arguments: Any, splits: Any, checkpoint: Path | None) -> di
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if stopper.stopped and trainer.state.global_step < trainer.state.max_steps:
         where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
-        say(f"{where}; run the same command again with --resume to continue")
+        say(f"{where}; {TO_RESUME}")
         raise Interrupted(where)  # the command line turns it into exit code 130, silently
     test = trainer.evaluate(splits.test, metric_key_prefix="test")
     with seeded(evaluation_seed(run.seed, 0)):

@@ -22,7 +22,7 @@ from transformers.integrations import TensorBoardCallback
 
 from subquad.training import checkpoints, log, statistics
 from subquad.training.callbacks import Bar, Recorder, Stopper
-from subquad.training.processes import world_size
+from subquad.training.processes import TO_RESUME, world_size
 
 UNLOGGED = "unlogged.json"  # in a checkpoint: the loss since the last record of the log
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -143,8 +143,8 @@ class Resume(TrainerCallback):
 
 def _hint(error: Exception, run: Path) -> str:
     full = getattr(error, "errno", None) in FULL or shutil.disk_usage(run).free < 1 << 20
-    what = "; free some disk space and" if full else "; once the cause is mended,"
-    return f"; what was saved before is kept{what} run the same command again with --resume to continue"
+    what = "; free some disk space and" if full else "; once the cause is fixed,"
+    return f"; what was saved before is kept{what} {TO_RESUME}"
 
 
 def make_trainer(run: Any, arguments: Any, model: Any, splits: Any, stopper: Stopper, recorder: Recorder) -> RunTrainer:

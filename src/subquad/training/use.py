@@ -83,6 +83,8 @@ def check_config(folder: Path, task: Task) -> None:
         raise ValueError(
             f"{path} is damaged: layer_norm_eps must be a number > 0, not {config['layer_norm_eps']!r:.40}"
         )
+    if (folder / "model.safetensors.index.json").exists():  # several files of weights
+        return
     try:
         with safe_open(folder / "model.safetensors", "pt") as weights:
             tensors = len(weights.keys())
