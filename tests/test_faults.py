@@ -294,6 +294,16 @@ def test_rotation_counts_steps_not_file_times(tmp_path):
     assert [checkpoints.step_of(folder) for folder in checkpoints.all_checkpoints(tmp_path)] == [10, 4]
 
 
+def test_another_number_of_processes_is_named(run, capsys):
+    newest, older = checkpoints.all_checkpoints(run)
+    shutil.rmtree(newest)
+    (run / "result.json").unlink()
+    shutil.copy(older / "rng_state.pth", older / "rng_state_1.pth")
+    checkpoints.seal(older)
+    assert train(sampled(run), resume=True)["steps"] == 6
+    assert f"warning: {older.name} was written by 2 processes, not 1: what is drawn" in capsys.readouterr().err
+
+
 def test_run_json_is_missing(run):
     (run / "run.json").unlink()
     before = {path: path.read_bytes() for path in files(run)}
@@ -428,7 +438,7 @@ def train_until_dead(out: Path) -> None:
 def test_a_dead_process_is_named(tmp_path):
     first, second = start_two(train_until_dead, tmp_path)
     for process in (second, first):
-        process.join(60)
+        process.join(200)
     assert second.exitcode == -signal.SIGKILL and first.exitcode == 0
     said = (tmp_path / "said.txt").read_text()
     assert said.startswith(f"process 1 of 2 (pid {second.pid}) has died") and "\n" not in said
@@ -454,6 +464,6 @@ def test_a_signal_to_a_comparison_reaches_its_child(tmp_path):
         time.sleep(0.05)
     assert lock.holder(out) == str(process.pid) and lock.holder(run) not in (None, str(process.pid))
     os.kill(process.pid, signal.SIGTERM)
-    process.join(60)
+    process.join(200)
     assert process.exitcode == 130 and lock.holder(run) is None and not (run / "error.txt").exists()
     assert checkpoints.newest_good(run)[0] is not None and not (tmp_path / "executed").exists()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from subquad.models.pairs import GlobalBatchNorm
 from subquad.tasks import task
 from subquad.training import checkpoints, log, statistics, use
 from subquad.training.compare import Comparison, check, pending, prepare, rows, split_list, write
-from subquad.training.run import Run, check_attention, train
+from subquad.training.run import Interrupted, Run, check_attention, train
 from subquad.training.trainer import RunTrainer
 from training_runs import TINY, losses, one_thread, start_two, tiny
 
@@ -289,9 +291,27 @@ def pair_inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": ids[0], "pair_ids": ids[1], "labels": torch.tensor([0, 1, 1, 0])}
 
 
+def stopped_by_one(out: Path) -> None:
+    """A signal reaches one of the processes: both stop at the same step, with a checkpoint."""
+
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == 2 and self.args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args, **kwargs)
+
+    original = RunTrainer.training_step
+    RunTrainer.training_step = training_step
+    try:
+        with pytest.raises(Interrupted, match="stopped at step 3 of 4"):
+            train(tiny(out, "steps=4"))
+    finally:
+        RunTrainer.training_step = original
+
+
 def divided(out: Path) -> None:
     """One of two processes: half of every batch."""
-    train(tiny(out / "two", "steps=4"))
+    stopped_by_one(out / "two")
+    train(tiny(out / "two", "steps=4"), resume=True)
     import torch.distributed as dist
 
     rank, share = dist.get_rank(), slice(dist.get_rank(), None, 2)
@@ -316,7 +336,7 @@ def test_two_processes_equal_one(finished, tmp_path):
     loss = model(**pair_inputs()).loss
     loss.backward()
     for process in processes:
-        process.join(60)
+        process.join(200)
         assert process.exitcode == 0
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert log.read_result(tmp_path / "two")["test"]["accuracy"] == pytest.approx(one["test"]["accuracy"], abs=0.02)
