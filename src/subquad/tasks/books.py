@@ -86,7 +86,7 @@ class Books(TokenizedTask):
     metric = "perplexity"
     larger_is_better = False
     needs_data = True
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": BooksRecipe(
             length=512, width=128, layers=2, heads=4, feedforward=512, subwords=2000, steps=300, batch=8, rate=3e-3,
             warmup=30, evaluate=100, eval_size=60, stride=256,

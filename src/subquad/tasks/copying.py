@@ -41,7 +41,7 @@ class Copying(Task):
     paper = "Yun et al. 2020, table 1 and appendix G.1"
     head = "masked-lm"
     metric = "accuracy"
-    recipes = {"small": SMALL, "paper": PAPER}  # noqa: RUF012
+    recipes = {"small": SMALL, "paper": PAPER}
 
     def load(self) -> Splits:
         r = self.recipe

@@ -50,7 +50,7 @@ class ImageDensity(Task):
     metric = "bits_per_dim"
     larger_is_better = False
     needs_data = True
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": DensityRecipe(
             length=3073, width=64, layers=2, heads=4, feedforward=128, positions="rotary", tied=False, steps=1000,
             batch=4, rate=3e-3, warmup=50, evaluate=250, eval_size=16,

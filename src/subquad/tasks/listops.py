@@ -54,7 +54,7 @@ class ListOps(Task):
     title = "evaluate nested MIN, MAX, MED and SM of digits (generated, or official files)"
     paper = "Long Range Arena; Cho et al. 2022, table 7"
     head = "sequence"
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": ListOpsRecipe(
             length=100, max_depth=4, max_args=5, min_length=10, max_length=100, width=64, layers=2, heads=4,
             feedforward=128, steps=1500, batch=64, rate=1e-3, warmup=100, evaluate=250,

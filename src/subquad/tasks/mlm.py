@@ -73,7 +73,7 @@ class Mlm(TokenizedTask):
     metric = "perplexity"
     larger_is_better = False
     needs_data = True
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": MlmRecipe(
             length=64, width=128, layers=2, heads=4, feedforward=512, positions="rotary", subwords=1000, steps=1200,
             batch=32, rate=2e-3, warmup=50, evaluate=200, eval_size=400,

@@ -36,7 +36,7 @@ class NeedleRecipe(Recipe):
 class Needle(Task):
     title = "answer questions about facts scattered in a long text (generated)"
     head = "token"
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": NeedleRecipe(
             length=2048, width=64, layers=2, heads=4, feedforward=128, positions="none", steps=100, batch=4, rate=5e-3,
             warmup=10, evaluate=25, eval_size=32, values=4, repeats=8, questions=32,

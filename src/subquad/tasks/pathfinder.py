@@ -61,7 +61,7 @@ class Pathfinder(Task):
     title = "are two dots joined by a dashed line, pixel by pixel (generated; Long Range Arena: Pathfinder)"
     paper = "Tay et al. 2021; SBM, Table 7; Composite Slice, A.6.1; Combiner, Table 5"
     head = "sequence"
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": PathfinderRecipe(
             length=256, size=16, contour=3, distractors=1, width=64, layers=2, heads=4, feedforward=128, steps=1200,
             batch=64, rate=1e-3, warmup=100, evaluate=300, train_size=20_000, eval_size=1000,

@@ -23,7 +23,7 @@ class RepeatedTokens(Task):
     title = "which tokens occur more than once? (generated)"
     paper = "Cho et al. 2022, section 5.1"
     head = "token"
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": Recipe(
             length=64, width=32, layers=1, heads=1, feedforward=32, positions="none", initial=0.2, steps=600, batch=64,
             rate=3e-3, decay=0.0, warmup=20, evaluate=100, eval_size=256,

@@ -61,7 +61,7 @@ class Retrieval(Task):
     paper = "Tay et al. 2021; SBM, Table 7; Composite Slice, A.6.1; Combiner, Table 5"
     head = "pair"
     needs_data = True
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": RetrievalRecipe(
             source="acl", length=2000, width=32, layers=1, heads=2, feedforward=64, steps=300, batch=16, rate=3e-3,
             warmup=40, evaluate=100, eval_size=547,

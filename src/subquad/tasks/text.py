@@ -46,7 +46,7 @@ class Text(Task):
     paper = "Tay et al. 2021; SBM, Table 7; Composite Slice, A.6.1; Combiner, Table 5"
     head = "sequence"
     needs_data = True
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": TextRecipe(
             length=512, width=64, layers=2, heads=2, feedforward=128, initial=0.125, steps=800, batch=32, rate=1e-3,
             warmup=100, evaluate=200, eval_size=1000,

@@ -82,7 +82,7 @@ class Translation(TokenizedTask):
     metric = "perplexity"
     larger_is_better = False
     needs_data = True
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": TranslationRecipe(
             length=48, width=128, layers=2, heads=4, feedforward=256, dropout=0.1, steps=1500,
             batch=64, rate=2e-3, warmup=150, smoothing=0.1, evaluate=300, eval_size=200, subwords=6000, beams=2,

@@ -66,7 +66,7 @@ class Words(Language):
     title = "language modelling on words (WikiText-2, WikiText-103, Penn Treebank, any text file)"
     paper = "Composite Slice, 5.2 and A.7.1"
     metric = "perplexity"
-    recipes = {  # noqa: RUF012
+    recipes = {
         "small": WordsRecipe(
             source="ptb", length=128, width=128, layers=2, heads=4, feedforward=512, dropout=0.1, steps=1000, batch=8,
             rate=2e-3, warmup=50, evaluate=250, eval_size=250, stride=64,
