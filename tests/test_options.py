@@ -75,10 +75,10 @@ class Mean(subquad.Attention):
     class Options(subquad.Options):
         power: int = subquad.option(1, "nothing", ge=1)
 
-    def attend(self, q, k, v, key_mask):
-        return torch.nn.functional.dropout(self.define(q, k, key_mask), self.drop) @ v
+    def attend(self, q, k, v, call):
+        return torch.nn.functional.dropout(self.define(q, k, call), call.dropout) @ v
 
-    def define(self, q, k, key_mask):
+    def define(self, q, k, call):
         return q.new_full((*q.shape[:3], k.shape[2]), 1 / k.shape[2])
 
 

@@ -76,6 +76,7 @@ class Attention(nn.Module):
     exponent: float = 2.0  # operations(n) grow like n^exponent up to logarithms; a property where options decide
     positional: bool = True  # who attends to whom depends on positions, not on content and order alone
     data_dependent: bool = False  # how much is computed depends on the values: on sampled graphs, clusters, edge lists
+    countable: int | None = 4096  # `connections` counts sets up to this length; None = a formula for any length
     grouped: bool = False  # `attend` takes fewer key heads than query heads; else they are repeated for it
     name: ClassVar[str] = ""  # set by the registry
     options: Any

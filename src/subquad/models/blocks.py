@@ -88,7 +88,7 @@ class SelfAttention(MultiheadAttention):
 
     def forward(self, x: Tensor, key_mask: Tensor | None, angles: Tensor | None = None) -> Tensor:
         project = Projections(self) if angles is None else Turned(self, angles)
-        return self.out_proj(self.attention.attend_tokens(x, x, x, project, key_mask))
+        return self.out_proj(self.attention.attend_tokens(x, x, x, project, key_mask)[0])
 
 
 class Block(GradientCheckpointingLayer):

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from subquad.attention.registry import attention, mechanism
+from subquad.core.numbers import root
 from subquad.core.options import split_spec
-from subquad.supports.partitions import default_span, root
+from subquad.supports.spans import default_span
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "own", "none")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from subquad.attention.sbm import density_loss, sbm_layers
+from subquad.attention.base import Attention
 from subquad.models.blocks import Block, Embeddings, angles_of, share_positions
 from subquad.models.config import SubquadConfig
 
@@ -50,13 +50,19 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     def density(self) -> Tensor | None:
         """Sampled edges / possible edges, (layers, heads), of the SBM layers in the last call; None without any."""
-        layers = sbm_layers(self)
+        layers = self._sampled()
         return torch.stack([layer.last_density.detach() for layer in layers]) if layers else None
+
+    def _sampled(self) -> list[Any]:
+        """The mechanisms that draw graphs."""
+        return [part for part in self.modules() if isinstance(part, Attention) and part.capabilities.stochastic]
 
     def with_density(self, loss: Tensor | None) -> Tensor | None:
         """The task's loss plus λ · the density loss of all SBM layers."""
-        if loss is None or not self.config.density_weight or not self.training or not sbm_layers(self):
+        if loss is None or not self.config.density_weight or not self.training or not self._sampled():
             return loss
+        from subquad.attention.sbm import density_loss
+
         return loss + self.config.density_weight * density_loss(self).to(loss)
 
 

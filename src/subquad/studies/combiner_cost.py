@@ -19,7 +19,6 @@ import torch
 import typer
 from torch.utils.flop_counter import FlopCounterMode
 
-import subquad.kernels.flops  # noqa: F401  (teaches the counter our kernels)
 from subquad.attention.registry import attention
 from subquad.bench import Setting, peak_memory
 from subquad.core.numbers import growth_exponent

@@ -24,9 +24,8 @@ from subquad.attention.base import Attention
 from subquad.attention.full import Full
 from subquad.attention.patterns import PatternAttention, as_masks
 from subquad.attention.registry import for_length
-from subquad.kernels.edges import EdgeList
 from subquad.probability import ProbabilityMap
-from subquad.supports.patterns import Pattern
+from subquad.supports.patterns import Csr, Pattern, pointers
 
 LAYOUTS = ("sequential", "union", "multihead")
 
@@ -115,14 +114,14 @@ def read(source: Any, n: int | None = None, *, causal: bool | None = None, layou
             raise ValueError(f"layout is {layout!r}, but {source.name} has a layout of its own (heads=…)")
         return _from_attention(source, _length(n))
     if isinstance(source, Pattern):
-        edges = [source.edges(_length(n), f) for f in range(source.families)]
-        return _arrange(type(source).__name__.lower(), edges, source.causal, layout or "sequential")
+        sets = [source.sized(_length(n)).csr(_length(n), f) for f in range(source.families)]
+        return _arrange(type(source).__name__.lower(), sets, source.causal, layout or "sequential")
     masks = as_masks(_tensor(source))  # (p, n, n)
     if n is not None and n != masks.shape[1]:
         raise ValueError(f"n is {n}, but the sets are given for length {masks.shape[1]}")
     _length(masks.shape[1])
-    edges = [EdgeList.from_mask(mask.tril() if causal else mask) for mask in masks]
-    return _arrange("sets", edges, bool(causal), layout or "sequential")
+    sets = [_csr(mask.tril() if causal else mask) for mask in masks]
+    return _arrange("sets", sets, bool(causal), layout or "sequential")
 
 
 def _length(n: int | None) -> int:
@@ -148,9 +147,9 @@ def _tensor(sets: Any) -> Any:
     return sets
 
 
-def _arrange(name: str, edges: list[EdgeList], causal: bool, layout: str, **more: Any) -> Support:
+def _arrange(name: str, sets: list[Csr], causal: bool, layout: str, **more: Any) -> Support:
     """p families in a head layout."""
-    families = tuple(_family(e, f"{name}: family {f}") for f, e in enumerate(edges))
+    families = tuple(_family(each, f"{name}: family {f}") for f, each in enumerate(sets))
     cycle = families if layout == "sequential" else (join(families),)
     heads = cycle if layout == "union" else families
     return Support(name, cycle, heads, causal, layout if len(families) > 1 else "sequential", **more)
@@ -161,16 +160,21 @@ def _from_attention(a: Attention, n: int) -> Support:
     if isinstance(a, PatternAttention):
         layout, rho = a.options.heads, a.options.probability_map(a.options.num_heads)
         used = [f for _, f in a.head_groups()] if layout == "multihead" else range(a.pattern.families)
-        return _arrange(name, [a.pattern.edges(n, f) for f in used], causal, layout, map=rho)
+        return _arrange(name, [a.sized(n).csr(n, f) for f in used], causal, layout, map=rho)
     mask = a.support(n)
     masks = mask.unique(dim=0) if mask.dim() == 3 else mask[None]  # heads with equal sets are one family
     weighing = "map" if isinstance(a, Full) else "sampled" if name == "sbm" else "other"
     rho = a.map if isinstance(a, Full) else None
-    return _arrange(name, [EdgeList.from_mask(m) for m in masks], causal, "multihead", weighing=weighing, map=rho)
+    return _arrange(name, [_csr(m) for m in masks], causal, "multihead", weighing=weighing, map=rho)
 
 
-def _family(edges: EdgeList, where: str) -> Family:
-    indptr, indices = edges.indptr[0].numpy(), edges.indices.numpy()
+def _csr(mask: torch.Tensor) -> Csr:
+    """The sets of a mask (n, n)."""
+    return pointers(mask.sum(1).numpy()), mask.nonzero()[:, 1].numpy().astype(np.int32)
+
+
+def _family(sets: Csr, where: str) -> Family:
+    indptr, indices = sets
     empty = np.flatnonzero(np.diff(indptr) == 0)
     if len(empty):
         raise ValueError(f"{where}: the set of token {empty[0]} is empty; every token needs at least one key")

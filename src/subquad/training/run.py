@@ -184,7 +184,8 @@ def make_model(run: Run) -> Any:
 
 def summary(run: Run, model: Any, trainer: RunTrainer, recorder: Recorder, test: dict[str, float]) -> dict[str, Any]:
     """What came out, for people and for the comparison."""
-    records, density = recorder.training, trainer.density
+    records = recorder.training
+    density = records[-1].get("density")  # of the newest training step that was logged: (layers, heads)
     return {
         **run.described(),
         "metric": run.task.metric,
@@ -197,8 +198,8 @@ def summary(run: Run, model: Any, trainer: RunTrainer, recorder: Recorder, test:
         "tokens_per_second": statistics.median(record["tokens_per_second"] for record in records),
         "memory": max(record["memory"] for record in records),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "connections": connections(model, run.task.recipe.length),
-        "density": None if density is None else density.tolist(),
+        "connections": connections(model, run.task.recipe.length, density),
+        "density": density,
         "command": shlex.join(run.command),
         "versions": versions(),
     }

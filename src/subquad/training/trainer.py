@@ -50,7 +50,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class RunTrainer(Trainer):
-    """The trainer of a run. `density` is that of the newest call (None without SBM layers)."""
+    """The trainer of a run. `density` is that of the newest call that reported one (None without sampled graphs)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,7 +62,7 @@ class RunTrainer(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
         density = getattr(outputs, "density", None)
-        self.density = None if density is None else density.detach()
+        self.density = self.density if density is None else density.detach()
         if model.training:
             self.sums = statistics.add(self.sums, getattr(outputs, "statistics", None))
         return (loss, outputs) if return_outputs else loss
