@@ -23,6 +23,7 @@ from subquad.models.pairs import GlobalBatchNorm
 from subquad.tasks import task
 from subquad.training import checkpoints, log, statistics, use
 from subquad.training.compare import Comparison, check, pending, prepare, rows, write
+from subquad.training.connections import connections
 from subquad.training.run import Interrupted, Run, check_attention, train
 from subquad.training.trainer import RunTrainer
 from training_runs import TINY, losses, one_thread, start_two, tiny
@@ -146,6 +147,32 @@ def test_lists_of_specs():
     ]  # fmt: skip
     with pytest.raises(ValueError, match="names full twice"):
         split_list("full,full")
+
+
+def test_connections_are_what_the_mechanisms_count():
+    from subquad import Attention, Capabilities, register, unregister
+
+    @register("half-the-pairs")
+    class Sampled(Attention):
+        capabilities = Capabilities(stochastic=True)
+
+        def connections(self, n, density=None):
+            return n * n * (0.5 if density is None else density)
+
+    def of(attention, n, density=None):
+        config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 8192}
+        return connections(HEADS["masked-lm"](SubquadConfig(attention=attention, **config)), n, density)
+
+    try:
+        assert of("full", 64) == 64**2 and of("full", 8192) == 8192**2, "longer ones by the exponent"
+        assert of("longformer:window=8", 8192) == 2 * of("longformer:window=8", 4096) > 8192
+        assert of("composite-slice:slice_length=8", 8192) == 8192 * 8 + 1024**2, "a formula needs no exponent"
+        assert of("combiner-fixed:span=8", 64) == 64 * (8 + 7) + 64, "tokens and summaries, and what is in these"
+        assert of("half-the-pairs", 16) == 128
+        assert of("half-the-pairs", 16, [[0.25, 0.5], [0.0, 0.25]]) == 64, "the density that was seen"
+        assert of(["full", "half-the-pairs"], 16, [[0.25, 0.25]]) == (256 + 64) / 2
+    finally:
+        unregister("half-the-pairs")
 
 
 def test_comparisons(tmp_path):
