@@ -12,7 +12,7 @@ import torch
 
 import subquad
 from subquad import bench
-from subquad.attention.base import Attention, Capabilities
+from subquad.attention.base import Attention, Capabilities, Record
 from subquad.bench import Setting, for_length, make_inputs, make_step, measure, peak_memory, report, steps, write
 from subquad.core import memory
 
@@ -29,9 +29,9 @@ def layer_level():
 
         capabilities = Capabilities(causal=False, level="layer", needs_max_length=True)
 
-        def attend_tokens(self, query, key, value, project, key_mask):
+        def attend_tokens(self, query, key, value, project, key_mask, seed=None):
             mixed = project.values(value).mean(2, keepdim=True).expand(-1, -1, value.shape[1], -1)
-            return mixed.transpose(1, 2).flatten(2)
+            return mixed.transpose(1, 2).flatten(2), Record()
 
     yield "on-tokens"
     subquad.unregister("on-tokens")

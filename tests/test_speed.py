@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks import task as make_task
 from subquad.training import speed
-from subquad.training.compare import Comparison, measure_timing, rows
+from subquad.training.compare import Comparison, compare, measure_timing, rows
+from subquad.training.lock import holder
 from subquad.training.speed import Cost, OtherLoad, finished_runs, quartiles, relative_costs, training_times, why_busy
 
 SETTINGS = (
@@ -102,3 +104,28 @@ def test_a_comparison_measures_once_and_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "relative_costs", broken)
     comparison.timing = {"reference": "full", "costs": {}, "busy": "a neighbour"}
     assert "could not be measured: out of memory" in measure_timing(comparison, lambda text: None)["busy"]
+
+
+def test_the_folder_is_locked_while_cost_is_measured(tmp_path, monkeypatch):
+    comparison = Comparison("needle", ["full", "longformer"], tmp_path, settings=SETTINGS)
+    for name in comparison.attentions:
+        save_run(comparison.folder(name, 0), name)
+    held = []
+
+    def measured(folders, reference, data, tell):
+        held.append(holder(tmp_path))
+        costs = {name: {"seconds": [1, 1, 1], "ratio": [1, 1, 1]} for name in folders}
+        return {"reference": reference, "costs": costs, "busy": None}
+
+    monkeypatch.setattr(speed, "relative_costs", measured)
+    whole = compare(comparison)
+    assert held == [str(os.getpid())] and holder(tmp_path) is None
+    assert whole["timing"]["busy"] is None and [row["relative_quartiles"] for row in whole["rows"]] == [[1, 1, 1]] * 2
+
+
+def test_a_damaged_result_is_not_timed(tmp_path):
+    comparison = Comparison("needle", ["full", "longformer"], tmp_path, settings=SETTINGS)
+    for name in comparison.attentions:
+        save_run(comparison.folder(name, 0), name)
+    (comparison.folder("full", 0) / "result.json").write_text("{")
+    assert list(dict(finished_runs(rows(comparison)))) == ["longformer"]

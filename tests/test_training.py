@@ -1,60 +1,52 @@
-"""Training: runs and their folders, going on after a kill, several processes, damage, comparisons, use."""
+"""Training: runs and their folders, several processes, comparisons, use. (Kills and damage: test_faults.py.)"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import TrainingArguments
+from transformers.utils import ModelOutput
 
+from subquad.core import child
 from subquad.core.options import split_list
+from subquad.models import HEADS, SubquadConfig
+from subquad.models.pairs import GlobalBatchNorm
 from subquad.tasks import task
-from subquad.training import checkpoints, log, use
+from subquad.training import checkpoints, log, statistics, use
 from subquad.training.compare import Comparison, check, pending, prepare, rows, write
-from subquad.training.run import Run, check_attention, train
+from subquad.training.connections import connections
+from subquad.training.run import Interrupted, Run, check_attention, train
+from subquad.training.trainer import RunTrainer
+from training_runs import TINY, losses, one_thread, start_two, tiny
 
-TINY = (
-    "length=64",
-    "sentence=4",
-    "repeats=1",
-    "questions=8",
-    "values=8",
-    "width=16",
-    "heads=2",
-    "feedforward=32",
-    "batch=4",
-    "eval_size=8",
-    "warmup=0",
-)
+__all__ = ["one_thread"]  # a fixture of every test here
 
 
-def tiny(out: Path, *settings: str, attention: str = "full", seed: int = 0) -> Run:
-    made = task("needle", "small", (*TINY, "steps=6", "evaluate=2", *settings), seed=seed)
-    return Run(made, [attention], out, seed=seed, command=["subquad", "train"])
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train(tiny(out))
+    return out
 
 
-def losses(out: Path) -> list[float]:
-    return [record["loss"] for record in log.read(out) if "loss" in record]
+@pytest.fixture
+def finished(made_once, tmp_path) -> Path:
+    """A copy of a finished run."""
+    return Path(shutil.copytree(made_once, tmp_path / "finished"))
 
 
-def command(out: Path, *more: str) -> list[str]:
-    settings = [part for setting in (*TINY, "evaluate=3") for part in ("--set", setting)]
-    return [sys.executable, "-m", "subquad", "train", "needle", "--out", str(out), *settings, *more]
-
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-
-
-def test_a_run_and_what_it_leaves(tmp_path):
-    result = train(tiny(tmp_path / "run"))
-    out = tmp_path / "run"
-    assert result == json.loads((out / "result.json").read_text())
+def test_a_run_and_what_it_leaves(finished):
+    out = finished
+    result = log.read_result(out)
     assert result["steps"] == 6 and result["best_step"] in (2, 4, 6) and 0 <= result["test"]["accuracy"] <= 1
     records = [record for record in log.read(out) if "loss" in record]
     assert len(records) == 6 and all(record["tokens_per_second"] > 0 and record["memory"] >= 0 for record in records)
@@ -67,108 +59,20 @@ def test_a_run_and_what_it_leaves(tmp_path):
     model, again = use.load(out)
     metrics = use.evaluate(model, again)
     assert metrics["accuracy"] == pytest.approx(result["test"]["accuracy"]), "the best model is the saved one"
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="already contains a run"):
         train(tiny(out))
+    assert not (out / "error.txt").exists(), "a refusal leaves no trace in a healthy folder"
     assert train(tiny(out), resume=True) == result, "a finished run is not run again"
 
 
-def test_seeds_decide(tmp_path):
-    first, second, third = (tiny(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
-    for run in (first, second, third):
-        train(run)
-    assert losses(first.out) == losses(second.out) != losses(third.out)
+def test_seeds_decide(finished, tmp_path):
+    for name, seed in (("same", 0), ("other", 2)):
+        train(tiny(tmp_path / name, seed=seed))
+    assert losses(finished) == losses(tmp_path / "same") != losses(tmp_path / "other")
 
 
-def test_killed_and_resumed_equals_uninterrupted(tmp_path):
-    """kill -9 in the middle, then --resume: the same losses as if nothing had happened."""
-    for name in ("whole", "killed"):
-        process = subprocess.Popen(
-            command(tmp_path / name, "--set", "steps=12", "--set", "dropout=0.1", "--attention", "sbm:clusters=4"),
-            env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        if name == "killed":
-            while process.poll() is None and len(losses(tmp_path / name)) < 7:
-                time.sleep(0.002)
-            process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert not (tmp_path / "killed" / "result.json").exists(), "killed on the way"
-    again = [
-        *command(tmp_path / "killed", "--set", "steps=12", "--set", "dropout=0.1"),
-        "--attention",
-        "sbm:clusters=4",
-    ]
-    subprocess.run([*again, "--resume"], env=ENVIRONMENT, check=True, capture_output=True)
-    whole, killed = (losses(tmp_path / name) for name in ("whole", "killed"))
-    assert len(whole) == 12 and killed == whole
-
-
-def test_two_processes_equal_one(tmp_path):
-    """The same global batch over two processes (gloo) gives the same losses."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    many = [*torchrun, "-m", *command(tmp_path / "two", "--set", "steps=4")[2:]]
-    subprocess.run(many, env=ENVIRONMENT, check=True, capture_output=True)
-    subprocess.run(command(tmp_path / "one", "--set", "steps=4"), env=ENVIRONMENT, check=True, capture_output=True)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("one", "two")]
-    assert results[0]["test"]["accuracy"] == pytest.approx(results[1]["test"]["accuracy"], abs=0.02)
-
-
-def test_interrupt_saves(tmp_path):
-    process = subprocess.Popen(
-        command(tmp_path, "--set", "steps=400", "--set", "evaluate=400"),
-        env=ENVIRONMENT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while process.poll() is None and len(losses(tmp_path)) < 3:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "--resume goes on" in said and "Traceback" not in said
-    checkpoint, complaints = checkpoints.newest_good(tmp_path)
-    assert checkpoint is not None and not complaints
-
-
-def test_damaged_checkpoints_are_put_aside(tmp_path):
-    train(tiny(tmp_path))
-    newest, older = checkpoints.all_checkpoints(tmp_path)[:2]
-    weights = newest / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:200])
-    good, complaints = checkpoints.newest_good(tmp_path)
-    assert good == older and "damaged" in complaints[0] and (newest.parent / f"damaged-{newest.name[11:]}").exists()
-    (older / "trainer_state.json").unlink()
-    good, complaints = checkpoints.newest_good(tmp_path)
-    assert good is None and "trainer_state.json is missing" in complaints[0]
-
-
-def test_every_file_of_a_checkpoint_is_looked_at_and_the_best_one_too(tmp_path):
-    train(tiny(tmp_path, "rate=1e-9"))  # nothing is learned: the first checkpoint stays the best
-    newest, best = checkpoints.all_checkpoints(tmp_path)
-    assert (checkpoints.step_of(newest), checkpoints.step_of(best)) == (6, 2)
-    for name, content in (("rng_state.pth", None), ("trainer_state.json", "{}"), ("optimizer.pt", None)):
-        path = newest / name
-        whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2] if content is None else content.encode())
-        assert checkpoints.damage(newest) is not None, name
-        path.write_bytes(whole)
-    (best / "model.safetensors").write_bytes(b"torn")
-    (tmp_path / "result.json").unlink()
-    result = train(tiny(tmp_path, "rate=1e-9"), resume=True)
-    assert (best.parent / "damaged-2").exists() and result["steps"] == 6 and result["best_step"] is None
-
-
-def test_killed_during_the_test_trains_no_further(tmp_path):
-    whole = train(tiny(tmp_path))
-    before = losses(tmp_path)
-    (tmp_path / "result.json").unlink()
-    again = train(tiny(tmp_path), resume=True)
-    assert losses(tmp_path) == before and [again[key] for key in ("steps", "best_step", "test", "valid")] == [
-        whole[key] for key in ("steps", "best_step", "test", "valid")
-    ]
-
-
-def test_overwriting_deletes_the_run_alone_and_only_if_the_new_one_can_work(tmp_path):
-    train(tiny(tmp_path))
+def test_overwriting_deletes_the_run_alone_and_only_if_the_new_one_can_work(finished):
+    tmp_path = finished
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="batch must be a multiple"):
         train(tiny(tmp_path, "accumulate=3"), overwrite=True)
@@ -180,62 +84,43 @@ def test_overwriting_deletes_the_run_alone_and_only_if_the_new_one_can_work(tmp_
         train(tiny(tmp_path / "file"))
 
 
-def test_a_setting_that_an_older_run_did_not_have_was_at_its_default(tmp_path):
-    result = train(tiny(tmp_path))
+def test_a_setting_that_an_older_run_did_not_have_was_at_its_default(finished):
+    tmp_path, result = finished, log.read_result(finished)
     about = json.loads((tmp_path / "run.json").read_text())
     del about["settings"]["initial"]
     (tmp_path / "run.json").write_text(json.dumps(about))
     assert train(tiny(tmp_path), resume=True) == result
-    with pytest.raises(ValueError, match=r"initial was 0.02 .* and is 0.1 now"):
+    with pytest.raises(ValueError, match=r"initial was 0.02 and is now 0.1"):
         train(tiny(tmp_path, "initial=0.1"), resume=True)
     (tmp_path / "run.json").write_text('{"task":')
     with pytest.raises(ValueError, match=r"run\.json is damaged"):
         train(tiny(tmp_path), resume=True)
 
 
-def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    run = tiny(tmp_path, "evaluate=2")
-    import subquad.training.run as module
-
-    written = []
-
-    def save(self, folder):
-        if written:
-            raise OSError(28, "No space left on device")
-        written.append(folder)
-        return original(self, folder)
-
-    original = module.SafeTrainer._save_optimizer_and_scheduler
-    monkeypatch.setattr(module.SafeTrainer, "_save_optimizer_and_scheduler", save)
-    with pytest.raises(OSError, match=r"No space left on device.*what was saved before is kept"):
-        train(run)
-    assert [folder.name for folder in checkpoints.all_checkpoints(tmp_path)] == ["checkpoint-2"]
-    monkeypatch.undo()
-    assert train(tiny(tmp_path, "evaluate=2"), resume=True)["steps"] == 6
-
-
-def test_resuming_something_else_is_refused(tmp_path):
-    train(tiny(tmp_path))
-    (tmp_path / "result.json").unlink()
-    with pytest.raises(ValueError, match=r"rate was 0.005 .* and is 0.1 now"):
-        train(tiny(tmp_path, "rate=0.1"), resume=True)
+def test_resuming_something_else_is_refused(finished):
+    (finished / "result.json").unlink()
+    with pytest.raises(ValueError, match=r"cannot be resumed: rate was 0.005 and is now 0.1"):
+        train(tiny(finished, "rate=0.1"), resume=True)
 
 
 def test_early_stopping(tmp_path):
     result = train(tiny(tmp_path, "rate=1e-9", "steps=40", "patience=2"))
     assert result["steps"] == 6 and result["best_step"] == 2, "two evaluations without a gain"
+    before = losses(tmp_path)
+    (tmp_path / "result.json").unlink()
+    again = train(tiny(tmp_path, "rate=1e-9", "steps=40", "patience=2"), resume=True)
+    assert again["steps"] == 6 and losses(tmp_path) == before, "killed during the test: it trains no further"
 
 
 def test_a_batch_that_does_not_divide(tmp_path):
-    with pytest.raises(ValueError, match="batch must be a multiple of 1 processes × accumulate=3, not 4"):
+    with pytest.raises(ValueError, match="batch must be a multiple of accumulate=3, not 4"):
         train(tiny(tmp_path, "accumulate=3"))
 
 
-def test_gradient_accumulation_changes_nothing(tmp_path):
-    whole, parts = tiny(tmp_path / "whole"), tiny(tmp_path / "parts", "accumulate=2")
-    train(whole)
+def test_gradient_accumulation_changes_nothing(finished, tmp_path):
+    parts = tiny(tmp_path / "parts", "accumulate=2")
     train(parts)
-    assert losses(parts.out) == pytest.approx(losses(whole.out), rel=1e-4)
+    assert losses(parts.out) == pytest.approx(losses(finished), rel=1e-4)
 
 
 def test_impossible_attention_is_refused_before_anything_is_written(tmp_path, monkeypatch):
@@ -264,6 +149,32 @@ def test_lists_of_specs():
         split_list("full,full")
 
 
+def test_connections_are_what_the_mechanisms_count():
+    from subquad import Attention, Capabilities, register, unregister
+
+    @register("half-the-pairs")
+    class Sampled(Attention):
+        capabilities = Capabilities(stochastic=True)
+
+        def connections(self, n, density=None):
+            return n * n * (0.5 if density is None else density)
+
+    def of(attention, n, density=None):
+        config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 8192}
+        return connections(HEADS["masked-lm"](SubquadConfig(attention=attention, **config)), n, density)
+
+    try:
+        assert of("full", 64) == 64**2 and of("full", 8192) == 8192**2, "longer ones by the exponent"
+        assert of("longformer:window=8", 8192) == 2 * of("longformer:window=8", 4096) > 8192
+        assert of("composite-slice:slice_length=8", 8192) == 8192 * 8 + 1024**2, "a formula needs no exponent"
+        assert of("combiner-fixed:span=8", 64) == 64 * (8 + 7) + 64, "tokens and summaries, and what is in these"
+        assert of("half-the-pairs", 16) == 128
+        assert of("half-the-pairs", 16, [[0.25, 0.5], [0.0, 0.25]]) == 64, "the density that was seen"
+        assert of(["full", "half-the-pairs"], 16, [[0.25, 0.25]]) == (256 + 64) / 2
+    finally:
+        unregister("half-the-pairs")
+
+
 def test_comparisons(tmp_path):
     whole = Comparison(
         "needle", ["full", "longformer:window=4"], tmp_path, settings=(*TINY, "steps=2", "evaluate=2"), seeds=2
@@ -282,7 +193,7 @@ def test_comparisons(tmp_path):
         and len(full["scores"]) == 2
         and full["sd"] is not None
     )
-    assert other["sd"] is None and other["connections"] < full["connections"] == 64 * 64
+    assert other["sd"] is None and other["connections"] < full["connections"] == 32 * 32
     assert json.loads((tmp_path / "comparison.json").read_text())["task"] == "needle"
     write(whole)
     changed = Comparison("needle", ["full"], tmp_path, settings=(*TINY, "steps=3", "evaluate=2"))
@@ -312,9 +223,12 @@ def test_predicting_and_generating(tmp_path):
     with pytest.raises(ValueError, match="generate needs a causal language model"):
         use.generate(model, made, "x", 5, 1.0, 0)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="safetensors does not agree with its digest"):
+        use.load(tmp_path)
+    (tmp_path / "model" / checkpoints.DIGESTS).unlink()
     with pytest.raises(ValueError, match="the model cannot be read"):
         use.load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="holds no model"):
+    with pytest.raises(FileNotFoundError, match="does not contain a model"):
         use.load(tmp_path / "nowhere")
 
 
@@ -329,3 +243,154 @@ def test_tokens_stay_in_their_window():
         ]
         missing = set(range(1, size)) - set(counted)
         assert len(counted) == len(set(counted)) and (not missing or stride == length)
+
+
+# ---- the same numbers however a batch is divided -----------------------------------------------------------------
+
+
+@dataclass
+class Output(ModelOutput):
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    statistics: Any = None
+
+
+class Centroid(nn.Module):
+    """A stand-in for routing attention: its loss depends on a running average of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("centroid", torch.zeros(3))
+        self.calls = 0
+
+    def forward(self, x, labels):
+        logits = (self.weight * (x - self.centroid)).sum(-1)  # (B,)
+        sums = ((x.sum(0), torch.tensor(float(len(x)))), None)
+        return Output((logits - labels).square().mean(), logits, sums)
+
+    def update_statistics(self, summed):
+        (total, count), nothing = summed
+        assert nothing is None and not total.requires_grad
+        self.centroid.lerp_(total / count, 0.5)
+        self.calls += 1
+
+
+def train_centroid(out: Path, batch: int, accumulate: int) -> Centroid:
+    draw = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(3, generator=draw), "labels": torch.randn((), generator=draw)} for _ in range(32)]
+    arguments = TrainingArguments(
+        output_dir=str(out), max_steps=4, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulate,
+        learning_rate=0.1, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+        label_names=["labels"], remove_unused_columns=False, dataloader_pin_memory=False, logging_strategy="no",
+    )  # fmt: skip
+    model = Centroid()
+    RunTrainer(model, arguments, train_dataset=data).train()
+    return model
+
+
+def test_statistics_are_those_of_the_whole_batch(tmp_path):
+    whole, parts = train_centroid(tmp_path, 8, 1), train_centroid(tmp_path, 4, 2)
+    assert whole.calls == parts.calls == 4, "once per optimiser step"
+    torch.testing.assert_close(parts.centroid, whole.centroid)
+    torch.testing.assert_close(parts.weight, whole.weight)
+
+
+def test_sums_of_statistics():
+    one, two = torch.tensor(1.0, requires_grad=True), torch.tensor(2.0)
+    assert statistics.add(None, None) is None
+    left = statistics.add(None, (one, (None, two)))
+    assert not left[0].requires_grad and left[0] is not one
+    assert statistics.add(left, (two, (two, None))) == (3.0, (2.0, 2.0))
+    with pytest.raises(ValueError, match="same structure"):
+        statistics.add((one,), (one, two))
+
+
+def pair_model() -> Any:
+    torch.manual_seed(0)
+    config = SubquadConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+                           max_position_embeddings=8)  # fmt: skip
+    return HEADS["pair"](config).double()
+
+
+def pair_inputs() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(9, (2, 4, 8), generator=draw)
+    return {"input_ids": ids[0], "pair_ids": ids[1], "labels": torch.tensor([0, 1, 1, 0])}
+
+
+def stopped_by_one(out: Path) -> None:
+    """A signal reaches one of the processes: both stop at the same step, with a checkpoint."""
+
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == 2 and self.args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args, **kwargs)
+
+    original = RunTrainer.training_step
+    RunTrainer.training_step = training_step
+    try:
+        with pytest.raises(Interrupted, match="stopped at step 3 of 4"):
+            train(tiny(out, "steps=4"))
+    finally:
+        RunTrainer.training_step = original
+
+
+def divided(out: Path) -> None:
+    """One of two processes: half of every batch."""
+    stopped_by_one(out / "two")
+    train(tiny(out / "two", "steps=4"), resume=True)
+    import torch.distributed as dist
+
+    rank, share = dist.get_rank(), slice(dist.get_rank(), None, 2)
+    centroid = train_centroid(out / "centroid", 4, 1)
+    model = pair_model()
+    loss = model(**{key: value[share] for key, value in pair_inputs().items()}).loss
+    loss.backward()
+    found = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    for each in found:
+        dist.all_reduce(each)
+        each /= 2
+    saved = {"centroid": centroid.state_dict(), "pair": found, "norm": model.norm.state_dict()}
+    torch.save(saved, out / f"rank{rank}.pt")
+
+
+def test_two_processes_equal_one(finished, tmp_path):
+    """The same global batch over two processes (gloo): losses, running averages and the pair head's normalisation."""
+    processes = start_two(divided, tmp_path)
+    one = train(tiny(tmp_path / "one", "steps=4"))
+    centroid, model = train_centroid(tmp_path / "centroid", 8, 1), pair_model()
+    assert isinstance(model.norm, GlobalBatchNorm)
+    loss = model(**pair_inputs()).loss
+    loss.backward()
+    for process in processes:
+        process.join(200)
+        assert process.exitcode == 0
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert log.read_result(tmp_path / "two")["test"]["accuracy"] == pytest.approx(one["test"]["accuracy"], abs=0.02)
+    wanted = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        torch.testing.assert_close(found["centroid"], dict(centroid.state_dict()))
+        torch.testing.assert_close(found["pair"], wanted)
+        torch.testing.assert_close(found["norm"], dict(model.norm.state_dict()))
+    checkpoint = checkpoints.all_checkpoints(tmp_path / "two")[0]
+    assert checkpoints.processes(checkpoint) == 2 and checkpoints.damage(checkpoint) is None
+
+
+def test_children_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
+    import subprocess
+
+    for name in ("runpy.py", "argparse.py", "json.py"):
+        (tmp_path / name).write_text("raise SystemExit('the working folder was imported from')")
+    monkeypatch.chdir(tmp_path)
+    for path in (None, ":/nowhere", "/nowhere:"):
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        if path is not None:
+            monkeypatch.setenv("PYTHONPATH", path)
+        done = subprocess.run(child.command("json.tool", "--compact"), input="[1, 2]", capture_output=True, text=True)
+        assert done.stdout.strip() == "[1,2]", done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert str(tmp_path) not in child.paths(working_folder=False).split(":")
+    assert child.paths(working_folder=True).endswith(str(tmp_path))

@@ -34,6 +34,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.attention.registry import for_length, mechanism
 from subquad.core import memory
+from subquad.core.child import command as child_command
+from subquad.core.child import paths as child_paths
 from subquad.core.files import write_atomically
 from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention
@@ -254,7 +256,7 @@ def _input_bytes(step: Step) -> int:
 
 def peak_memory(spec: str, level: str, n: int, setting: Setting) -> int:
     """Bytes by which a fresh process grows during one step, at its peak."""
-    request = {
+    request: dict[str, Any] = {
         "spec": spec,
         "level": level,
         "n": n,
@@ -262,9 +264,9 @@ def peak_memory(spec: str, level: str, n: int, setting: Setting) -> int:
         "threads": torch.get_num_threads(),
     }
     request["module"] = mechanism(split_spec(spec)[0]).__module__  # a mechanism of the user's registers itself there
-    paths = os.pathsep.join(filter(None, sys.path))
+    paths = child_paths(working_folder=not request["module"].startswith("subquad."))
     child = subprocess.run(
-        [sys.executable, "-m", "subquad.bench"],
+        child_command("subquad.bench"),
         input=json.dumps(request),
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,

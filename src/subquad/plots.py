@@ -247,30 +247,6 @@ def _counted(picture: Tensor, attention: Attention) -> str:
 # ---- the gallery -------------------------------------------------------------------------------------------
 
 
-def example(name: str, n: int, causal: bool) -> dict[str, Any]:
-    """Options that show the character of a mechanism at a length as small as a picture's."""
-    token = torch.arange(n)
-    gap = token[:, None] ^ token  # a butterfly: positions that differ in one bit
-    examples: dict[str, dict[str, Any]] = {
-        "strided": {"heads": "union"},
-        "fixed": {"heads": "union"},
-        "star": {"w": 2, "relay": "first" if causal else "last"},
-        "longformer": {"window": 8, "global_tokens": 2},
-        "bigbird": {"block": 4, "random_blocks": 2, "global_blocks": 1},
-        "composite-slice": {"slice_length": 8},
-        "pattern": {"sets": (gap & (gap - 1)) == 0},
-        "combiner-routing": {"clusters": 8},
-        "combiner-plan": {"plan": _nearby_and_sides},
-    }
-    return examples.get(name, {})
-
-
-def _nearby_and_sides(n: int):
-    """A plan of one's own: four neighbours on each side directly, what is before and what is behind as two groups."""
-    near = [range(max(0, i - 4), min(n, i + 5)) for i in range(n)]
-    return near, [[range(keys.start), range(keys.stop, n)] for keys in near]
-
-
 def draw_gallery(names: Sequence[str] | None = None, n: int = 64, columns: int = 6) -> Figure:
     """Every mechanism, bidirectional above causal."""
     names = available() if names is None else names
@@ -295,7 +271,7 @@ def _gallery_panel(name: str, n: int, causal: bool) -> Panel:
     if not (cls.capabilities.causal if causal else cls.capabilities.bidirectional):
         return Panel(None, title, "not causal" if causal else "causal only")
     try:
-        picture = for_length(name, n, causal=causal, **example(name, n, causal)).picture(n)
+        picture = for_length(name, n, causal=causal, **cls.gallery).picture(n)
     except (ValueError, TypeError) as error:  # it needs options that nobody gave: the panel says so
         return Panel(None, title, str(error))
     picture = picture[0] if picture.dim() == 3 else picture

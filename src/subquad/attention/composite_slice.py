@@ -149,6 +149,7 @@ class CompositeSlice(Attention):
     family = "multi-scale"
     paper = "Lee et al. 2023"
     cost = "n·α·L + n²/L²"
+    countable = None
     exponent = 4 / 3  # with L near (2n/α)^(1/3); a fixed L is linear until n ≈ L³
     examples = (
         {},
@@ -194,6 +195,14 @@ class CompositeSlice(Attention):
             f"{self.name} has no single matrix of weights, it adds scales up: pass need_weights=False; "
             "attention.weights(query, key, value, project) gives the weights of each scale"
         )
+
+    def connections(self, n: int) -> float:
+        """n·αL at each scale, then all pairs of the coarsest; a causal layer computes about half of them."""
+        total, o = 0.0, self.options
+        for _ in range(o.levels - 1):
+            total += n * o.extension * min(o.slice_length, n)
+            n = -(-n // o.slice_length)
+        return (total + n * n) / (2 if o.causal else 1)
 
     # ---- the fast path ----
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from subquad.attention.registry import check_name
 from subquad.cli.listing import print_rows
-from subquad.core.console import err, out
+from subquad.core.console import out
 from subquad.core.options import fields
 from subquad.tasks import available, describe, task_class
 from subquad.tasks import task as make_task
@@ -67,8 +67,6 @@ def train(
     from subquad.training.run import main_process
     from subquad.training.run import train as start
 
-    if resume and not (run.out / "run.json").exists() and main_process():
-        err().print(f"--resume: {run.out} contains no run yet, so this one starts from scratch", soft_wrap=True)
     result = start(run, resume=resume, overwrite=overwrite)
     if main_process():
         show(result, run.out)

@@ -10,7 +10,10 @@ pooled vectors of long texts are almost the same, whatever the text, and u · v 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
@@ -38,7 +41,7 @@ class SubquadForPairClassification(Head):
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
         self.classifier = PairClassifier(config)
-        self.norm = nn.BatchNorm1d(config.hidden_size, affine=False)  # two texts a pair: never a batch of one
+        self.norm = GlobalBatchNorm(config.hidden_size, affine=False)  # two texts a pair: never a batch of one
         self.post_init()
 
     @can_return_tuple
@@ -68,6 +71,42 @@ class SubquadForPairClassification(Head):
         u, v = self.norm(pooled).chunk(2)  # (B, D) each
         logits = self.classifier(torch.cat([u, v, u * v, u - v], -1))  # (B, labels)
         return self.scored(backbone, logits, labels, num_items_in_batch)
+
+
+class GlobalBatchNorm(nn.BatchNorm1d):
+    """BatchNorm over the batches of all processes, so that a batch gives the same loss however it is divided among
+    them. (torch's SyncBatchNorm does this on GPUs only.) The definition is BatchNorm1d on the whole batch.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, D) of this process; every process must call it."""
+        if not (self.training and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return super().forward(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # (B, D)
+        count = _Total.apply(wide.new_tensor(float(x.shape[0])))  # ()
+        mean = _Total.apply(wide.sum(0)) / count  # (D,)
+        variance = _Total.apply((wide - mean).square().sum(0)) / count  # (D,): two passes, nothing cancels
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        return ((wide - mean) * (variance + self.eps).rsqrt()).to(x.dtype)
+
+
+class _Total(torch.autograd.Function):
+    """The sum over all processes. Each of them uses it, so its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total)
+        return total
 
 
 def together(

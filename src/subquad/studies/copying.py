@@ -28,7 +28,7 @@ def accuracies(out: Path, steps: int, depths: tuple[int, ...], patterns: tuple[s
             run = Run(
                 task("copying", "small", settings, seed=seed), [pattern], out / slug(pattern) / str(depth), seed=seed
             )
-            table[pattern][depth] = train(run, resume=True)["test"]["accuracy"]
+            table[pattern][depth] = train(run, resume=(run.out / "run.json").exists())["test"]["accuracy"]
             yield table
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from subquad.attention.combiner_routing import CombinerRouting
 from subquad.attention.registry import attention
 from subquad.layers import MultiheadAttention, Projections
-from subquad.supports import partitions
+from subquad.supports import grids, partitions, spans
 
 VOCABULARY, PHRASE = 24, 16  # the text to learn: phrases of 16 tokens that come back
 
@@ -85,14 +85,14 @@ def distances(spec: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple
 def knobs(causal: bool) -> dict[str, tuple[str, Callable[[int], partitions.Partition]]]:
     """Plan → its spec with a knob x, and its index sets."""
     return {
-        "fixed": ("combiner-fixed:span={}", lambda x: partitions.Fixed(causal=causal, span=x)),
-        "vertical": ("combiner-axial:plan=vertical,cols={}", lambda x: partitions.AxialVertical(causal=causal, cols=x)),
+        "fixed": ("combiner-fixed:span={}", lambda x: spans.Fixed(causal=causal, span=x)),
+        "vertical": ("combiner-axial:plan=vertical,cols={}", lambda x: grids.AxialVertical(causal=causal, cols=x)),
         "horizontal": (
             "combiner-axial:plan=horizontal,cols={}",
-            lambda x: partitions.AxialHorizontal(causal=causal, cols=x),
+            lambda x: grids.AxialHorizontal(causal=causal, cols=x),
         ),
-        "rowmajor": ("combiner-axial:plan=rowmajor,cols={}", lambda x: partitions.AxialRowmajor(causal=causal, cols=x)),
-        "tree": ("combiner-tree:depth=2,span={}", lambda x: partitions.Tree(causal=causal, depth=2, span=x)),
+        "rowmajor": ("combiner-axial:plan=rowmajor,cols={}", lambda x: grids.AxialRowmajor(causal=causal, cols=x)),
+        "tree": ("combiner-tree:depth=2,span={}", lambda x: spans.Tree(causal=causal, depth=2, span=x)),
         "routing": ("combiner-routing:decay=0.5,clusters={}", lambda x: partitions.Routing(causal=causal, dealt=x)),
     }
 
@@ -104,7 +104,7 @@ def at_equal_cost(n: int, causal: bool, budgets: Sequence[float]) -> list[tuple[
         plan: {x: make(x).cost(n).total for x in settings} for plan, (_, make) in knobs(causal).items()
     }  # plan → setting → cost
     least = max(min(by_setting.values()) for by_setting in costs.values())
-    own = partitions.Logsparse(causal=causal).cost(n).total
+    own = spans.Logsparse(causal=causal).cost(n).total
     chosen = [(own / least, "combiner-logsparse", own)]
     for budget in budgets:
         for plan, by_setting in costs.items():

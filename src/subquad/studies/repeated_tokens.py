@@ -18,14 +18,14 @@ import typer
 def results(
     out: Path, attentions: Iterable[str], settings: tuple[str, ...] = (), seed: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Train each attention, or go on training it; its result.json by name."""
+    """Train each attention, or resume its run; the results by name."""
     from subquad.tasks import task
     from subquad.training.run import Run, slug, train
 
     found = {}
     for name in attentions:
         run = Run(task("repeated-tokens", "paper", settings, seed=seed), [name], out / slug(name), "paper", seed)
-        found[name] = train(run, resume=True)
+        found[name] = train(run, resume=(run.out / "run.json").exists())
     return found
 
 

@@ -25,7 +25,7 @@ import typer
 from subquad.attention.base import Record
 from subquad.attention.registry import attention
 from subquad.attention.sbm import Sbm
-from subquad.core import memory
+from subquad.core import child, memory
 from subquad.core.numbers import growth_exponent
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -73,15 +73,19 @@ def step_cost(n: int, degree: float, heads: int = 8, head_dim: int = 64, repeats
 
 def run(lengths: Sequence[int] = LENGTHS, degree: float = 64, repeats: int = 3) -> list[dict[str, Any]]:
     """A record per length, each from a fresh process."""
-    paths = os.pathsep.join(filter(None, sys.path))
     records = []
     for n in lengths:
-        command = [sys.executable, "-m", "subquad.studies.sbm_cost", str(n), str(degree), str(repeats)]
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-        child = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if child.returncode:
-            raise RuntimeError(f"n = {n} could not be measured: {(child.stderr.strip().splitlines() or ['?'])[-1]}")
-        records.append(json.loads(child.stdout))
+        command = child.command("subquad.studies.sbm_cost", str(n), str(degree), str(repeats))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": child.paths(working_folder=False),
+            "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",
+        }
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"n = {n} could not be measured: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+        records.append(json.loads(done.stdout))
     return records
 
 

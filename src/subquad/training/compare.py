@@ -9,19 +9,25 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from subquad.core.child import command
 from subquad.core.files import write_atomically
 from subquad.core.options import split_spec
 from subquad.tasks import task as make_task
 from subquad.tasks.guessing import guess
 from subquad.training import log, speed
+from subquad.training.callbacks import SIGNALS
+from subquad.training.folder import check_out
+from subquad.training.lock import holder, locked, refusal
 from subquad.training.run import Run, check_attention, make_arguments, slug, versions, was
 from subquad.training.run import clear as clear_run
 
@@ -63,10 +69,12 @@ def check(comparison: Comparison) -> None:
 def prepare(comparison: Comparison, *, overwrite: bool) -> None:
     """The folder; a comparison goes on only as what it was (attentions and seeds may be added)."""
     path, wanted = comparison.out / "comparison.json", comparison.described()
-    if comparison.out.exists() and not comparison.out.is_dir():
-        raise ValueError(f"--out must be a folder, and {comparison.out} is a file")
+    check_out(comparison.out, "--out")
+    if process := holder(comparison.out):
+        raise refusal(comparison.out, process)
     if path.exists() and overwrite:
-        clear(comparison.out)
+        with locked(comparison.out):
+            clear(comparison.out)
     if path.exists():
         before = log.read_json(path)
         recipe = make_task(comparison.task, comparison.recipe, comparison.settings).recipe
@@ -77,7 +85,7 @@ def prepare(comparison: Comparison, *, overwrite: bool) -> None:
             if flat[0][key] != flat[1][key]:
                 raise ValueError(
                     f"{comparison.out} already contains a comparison with {key}={flat[0][key]!r}, not "
-                    f"{flat[1][key]!r}: use --overwrite to delete it, or another --out"
+                    f"{flat[1][key]!r}: delete it with --overwrite, or choose another --out"
                 )
     comparison.out.mkdir(parents=True, exist_ok=True)
     write(comparison)
@@ -87,7 +95,8 @@ def clear(out: Path) -> None:
     """Delete what a comparison writes, its runs included, and nothing else that lies in the folder."""
     for run in out.glob("*/seed*"):
         if (run / "run.json").exists():
-            clear_run(run)
+            with locked(run):
+                clear_run(run)
             for folder in (run, run.parent):
                 with contextlib.suppress(OSError):  # not empty: something of the user's
                     folder.rmdir()
@@ -97,17 +106,18 @@ def clear(out: Path) -> None:
 
 def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Train what is not yet trained; returns what comparison.json holds. Ctrl-C leaves everything resumable."""
-    for attention, seed in pending(comparison):
-        tell(f"{comparison.task} · {attention} · seed {seed}")
-        code, reason = run_one(comparison, attention, seed), comparison.folder(attention, seed) / "error.txt"
-        if code == 130:
-            raise KeyboardInterrupt
-        if code and not reason.exists():  # killed, out of memory: it could not say why
-            reason.write_text(f"ended with exit code {code}")
+    with locked(comparison.out):
+        for attention, seed in pending(comparison):
+            tell(f"{comparison.task} · {attention} · seed {seed}")
+            code, reason = run_one(comparison, attention, seed), comparison.folder(attention, seed) / "error.txt"
+            if code == 130:
+                raise KeyboardInterrupt
+            if code and not reason.exists():  # killed, out of memory: it could not say why
+                reason.write_text(f"ended with exit code {code}")
+            write(comparison)
         write(comparison)
-    write(comparison)
-    comparison.timing = measure_timing(comparison, tell)
-    return write(comparison)
+        comparison.timing = measure_timing(comparison, tell)
+        return write(comparison)
 
 
 def measure_timing(comparison: Comparison, tell: Callable[[str], None]) -> dict[str, Any] | None:
@@ -137,28 +147,56 @@ def pending(comparison: Comparison) -> Iterator[tuple[str, int]]:
     """Seed by seed, so that an early look has every attention."""
     for seed in range(comparison.seeds):
         for attention in comparison.attentions:
-            if not (comparison.folder(attention, seed) / "result.json").exists():
+            if log.read_result(comparison.folder(attention, seed)) is None:
                 yield attention, seed
 
 
 def run_one(comparison: Comparison, attention: str, seed: int) -> int:
-    """One training in its own process; its exit code. Progress passes through."""
+    """One training in its own process; its exit code, 130 if it was stopped. Progress passes through."""
     folder = comparison.folder(attention, seed)
-    command = [sys.executable, "-m", "subquad", "train", comparison.task, "--attention", attention]
-    command += ["--recipe", comparison.recipe, "--seed", str(seed), "--out", str(folder)]
-    command += ["--resume"] if (folder / "run.json").exists() else []
+    arguments = ["train", comparison.task, "--attention", attention]
+    arguments += ["--recipe", comparison.recipe, "--seed", str(seed), "--out", str(folder)]
+    arguments += ["--resume"] if (folder / "run.json").exists() else []
     for setting in comparison.settings:
-        command += ["--set", setting]
+        arguments += ["--set", setting]
     if comparison.data is not None:
-        command += ["--data", str(comparison.data)]
+        arguments += ["--data", str(comparison.data)]
     folder.mkdir(parents=True, exist_ok=True)
+    if process := holder(folder):  # left over from a comparison that was killed
+        raise refusal(folder, process)
     (folder / "error.txt").unlink(missing_ok=True)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    with forwarded() as (children, stopped):
+        child = subprocess.Popen(command("subquad", *arguments), stdout=subprocess.DEVNULL)
+        children.append(child)
+        for number in stopped:  # one that came while the child was being started
+            child.send_signal(number)
+        code = child.wait()
+    return 130 if stopped or code in (-1, -2, -15, 129, 130, 143) else code
+
+
+@contextlib.contextmanager
+def forwarded() -> Iterator[tuple[list[subprocess.Popen], list[int]]]:
+    """Signals that end a program go on to its children, which save their state; it ends when they have ended. The
+    list of signals fills as they come.
+    """
+    children: list[subprocess.Popen] = []
+    came: list[int] = []
+
+    def forward(number: int, frame: Any) -> None:
+        came.append(number)
+        for child in children:
+            child.send_signal(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                before[number] = signal.signal(number, forward)
     try:
-        code = process.wait()
-    except KeyboardInterrupt:  # the child got it too: let it save
-        code = process.wait() or 130
-    return 130 if code in (-2, -15, 130, 143) else code
+        yield children, came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def write(comparison: Comparison) -> dict[str, Any]:
@@ -191,7 +229,8 @@ def rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 def row(comparison: Comparison, attention: str) -> dict[str, Any]:
     folders = [comparison.folder(attention, seed) for seed in range(comparison.seeds)]
-    results = [log.read_json(folder / "result.json") for folder in folders if (folder / "result.json").exists()]
+    finished = [(folder, result) for folder in folders if (result := log.read_result(folder)) is not None]
+    results = [result for _, result in finished]
     errors = [(folder / "error.txt").read_text() for folder in folders if (folder / "error.txt").exists()]
     base = {"attention": attention, "runs": [str(folder) for folder in folders], "error": errors[0] if errors else None}
     empty = dict.fromkeys(("metric", "larger_is_better", "mean", "sd", "step_seconds", "step_quartiles",
@@ -199,7 +238,7 @@ def row(comparison: Comparison, attention: str) -> dict[str, Any]:
     if not results:
         return {**base, **empty, "scores": []}
     metric = results[0]["metric"]
-    logs = [log.read(folder) for folder in folders if (folder / "result.json").exists()]
+    logs = [log.read(folder) for folder, _ in finished]
     scores = [result["test"][metric] for result in results]
     return {
         **base,

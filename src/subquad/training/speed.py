@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from subquad.training import use
+from subquad.training import log, use
 
 ROUNDS, STEPS = 7, 2  # turns of each model, steps of a turn
 BUSY = 0.15  # share of the machine that other programs may use
@@ -154,6 +154,6 @@ def finished_runs(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Path]]:
     """(attention, its first finished run that has a model)."""
     for row in rows:
         for run in row["runs"]:
-            if (Path(run) / "result.json").exists() and (Path(run) / "model" / "task.json").exists():
+            if log.read_result(Path(run)) is not None and (Path(run) / "model" / "task.json").exists():
                 yield row["attention"], Path(run)
                 break

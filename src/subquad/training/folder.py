@@ -1,0 +1,132 @@
+"""The folder of a run: opened for one run at a time, continued only as what it was.
+
+run.json       what was asked for, with which versions        log.jsonl    losses, metrics, speed, memory
+checkpoints/   to resume from: the best and the newest        tensorboard/ the same curves
+model/         the best model and its task, for eval, predict and generate
+result.json    what came out; written last, so it says that the run is finished
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from subquad.core.files import write_atomically
+from subquad.training import checkpoints, lock, log
+from subquad.training.callbacks import say
+from subquad.training.lock import Refused
+
+RUN = "run.json"
+ERROR = "error.txt"
+FOLDERS = (checkpoints.FOLDER, "tensorboard", "model", ".model")
+FILES = (RUN, log.FILE, log.RESULT, ERROR)
+
+
+@contextlib.contextmanager
+def opened(run: Any, versions: dict[str, str], *, resume: bool, overwrite: bool) -> Iterator[Path | None]:
+    """Prepare the run's folder and hold its lock, in the first process; the checkpoint to resume from, or None. A
+    failure inside leaves its reason in error.txt, for the comparison that asked for the run; a refusal leaves nothing.
+    """
+    check_out(run.out, "--out")
+    known = (run.out / RUN).exists()
+    if not known:
+        _refuse_remains(run.out, overwrite=overwrite)
+    elif not resume and not overwrite:
+        raise Refused(
+            f"{run.out} already contains a run: --resume continues it (in Python: resume=True), "
+            "--overwrite deletes it and starts again"
+        )
+    if resume and not known:
+        say(f"{run.out} contains no run yet: training starts from the beginning")
+    run.out.mkdir(parents=True, exist_ok=True)
+    with lock.locked(run.out):
+        if overwrite:
+            clear(run.out)
+        elif known:
+            check_same(run)
+        try:
+            (run.out / ERROR).unlink(missing_ok=True)
+            if known and not overwrite:
+                checkpoint = _continue(run)
+            else:
+                _begin(run, versions)
+                checkpoint = None
+            yield checkpoint
+        except Exception as error:
+            with contextlib.suppress(OSError):  # the disk may be what is wrong
+                (run.out / ERROR).write_text(" ".join(str(error).split()) or type(error).__name__)
+            raise
+
+
+def check_out(out: Path, option: str) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{option} must be a folder, and {out} is a file")
+
+
+def _refuse_remains(out: Path, *, overwrite: bool) -> None:
+    """Without run.json nobody knows what the rest was made by: it is neither continued nor mixed with a new run."""
+    remains = [name for name in (*FOLDERS, *FILES[:-1]) if (out / name).exists()]
+    if not remains or (overwrite and log.FILE in remains):
+        return
+    raise Refused(
+        f"{out} contains {remains[0]} but no {RUN}: if it is a damaged run, restore {RUN} or start again with "
+        "--overwrite; if not, choose another --out"
+    )
+
+
+def _begin(run: Any, versions: dict[str, str]) -> None:
+    about = {"command": shlex.join(run.command), "versions": versions}
+    write_atomically(run.out / RUN, json.dumps({**run.described(), **about}, indent=1))
+
+
+def _continue(run: Any) -> Path | None:
+    """The newest intact checkpoint; the log is the one that belongs to it."""
+    checkpoint, complaints = checkpoints.newest_good(run.out)
+    for complaint in complaints:
+        log.warn(complaint)
+    log.write(run.out, [] if checkpoint is None else log.read(checkpoint))
+    if complaints and checkpoint is None:
+        log.warn("no intact checkpoint is left: training starts from the beginning")
+    return checkpoint
+
+
+def clear(out: Path) -> None:
+    """Delete what a run writes, and nothing else that lies in the folder."""
+    for name in FOLDERS:
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in FILES:
+        (out / name).unlink(missing_ok=True)
+
+
+# ---- the same run ---------------------------------------------------------------------------------------------
+
+
+def check_same(run: Any) -> None:
+    """A run continues only as what it was."""
+    now = run.described()
+    try:
+        before = log.read_json(run.out / RUN)
+        if not isinstance(before.get("settings"), dict):
+            raise ValueError(f"{run.out / RUN} is damaged (it has no settings)")
+    except ValueError as error:
+        raise Refused(f"{error}: restore it, or start again with --overwrite") from error
+    for key in ("task", "attention", "recipe", "seed"):
+        _compare(key, before.get(key), now[key], run.out)
+    for key, value in now["settings"].items():
+        _compare(key, was(before["settings"], key, run.task.recipe), value, run.out)
+
+
+def was(settings: dict[str, Any], key: str, recipe: Any) -> Any:
+    """A setting of an older run; one that did not exist then had its default."""
+    value = settings.get(key, getattr(type(recipe), key, None))
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _compare(key: str, before: Any, now: Any, out: Path) -> None:
+    if before != (list(now) if isinstance(now, tuple) else now):
+        raise Refused(f"{out} cannot be resumed: {key} was {before!r} and is now {now!r}; choose another --out")
