@@ -16,6 +16,20 @@ settings.register_profile("quick", deadline=None, max_examples=15, derandomize=T
 settings.register_profile("thorough", deadline=None, max_examples=200, print_blob=True)  # fresh seeds every time
 settings.load_profile("quick")  # --hypothesis-profile chooses another one
 
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the Numba kernels once, in the process that starts the workers: they then find them in the cache."""
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
+        return
+    import subquad
+
+    for spec in ("sbm:clusters=4", "random:density=0.3", "combiner-routing:clusters=3", "combiner-fixed"):
+        for dtype in (torch.float32, torch.float64):
+            a = subquad.attention(spec, num_heads=1, head_dim=8, dropout=0.1, causal=True).to(dtype)
+            x = torch.randn(1, 1, 160, 8, dtype=dtype, requires_grad=True)
+            a(x, x, x).sum().backward()
+
+
 ROOT = Path(__file__).parents[1]
 PLACES = [os.environ.get("SUBQUAD_DATA"), ROOT / "data", ROOT.parent / "data", ROOT.parent / "shared" / "data"]
 

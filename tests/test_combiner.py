@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import subquad
-from subquad.abstraction import binary_nodes, others, pooled, prefixes
+from subquad.kernels.pools.shapes import binary_nodes, others, pooled, prefixes
 from subquad.studies import combiner_cost
 from subquad.supports import grids, partitions, spans
 

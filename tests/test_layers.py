@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import subquad
+from subquad.layers import Projections
 
 
 def pair(**options):
@@ -139,3 +140,99 @@ def test_a_bad_call_is_refused():
             m(x, x, x, **kwargs)
     with pytest.raises(ValueError, match="length"):
         m(x[:, :3], x, x)
+
+
+# ---- one call, one graph; padding and masks ----------------------------------------------------------------
+
+
+def test_weights_are_those_of_the_call_for_sampled_attention_too():
+    """The graph is drawn once: the returned weights, times the values, are the output."""
+    layer = subquad.MultiheadAttention(8, 2, attention="sbm:clusters=4", batch_first=True).double()
+    x = torch.randn(2, 12, 8, dtype=torch.float64)
+    for _ in range(3):
+        out, weights = layer(x, x, x, need_weights=True, average_attn_weights=False)
+        values = Projections(layer).values(x)
+        expected = layer.out_proj((weights @ values).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_padding_under_an_attention_mask_is_cleaned(need_weights):
+    layer = subquad.MultiheadAttention(8, 2, batch_first=True)
+    x, mask = torch.randn(2, 6, 8), torch.rand(6, 6) < 0.3
+    mask.fill_diagonal_(False)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    spoilt = x.masked_fill(padding[..., None], torch.nan)
+    about = {"key_padding_mask": padding, "attn_mask": mask, "need_weights": need_weights}
+    clean, dirty = (layer(y, y, y, **about)[0] for y in (x, spoilt))
+    torch.testing.assert_close(dirty[~padding], clean[~padding])
+    assert dirty.isfinite().all()
+
+
+def test_an_inferred_causal_mask_is_explained():
+    layer = subquad.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 4, 8)
+    with pytest.raises(ValueError, match="when the mask that they are given is the causal one"):
+        layer(x, x, x, is_causal=True, attn_mask=torch.ones(4, 4).triu(1).bool())
+
+
+# ---- heads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["full", "combiner-fixed:span=3", "longformer:window=4", "composite-slice"])
+def test_fewer_key_heads_are_the_repeated_ones(attention):
+    few = subquad.MultiheadAttention(12, 4, num_kv_heads=2, attention=attention, batch_first=True).double()
+    many = subquad.MultiheadAttention(12, 4, attention=attention, batch_first=True).double()
+    repeat = lambda w: w.unflatten(0, (2, 3)).repeat_interleave(2, 0).flatten(0, 1)  # noqa: E731
+    with torch.no_grad():
+        weights = (few.q_proj_weight, repeat(few.k_proj_weight), repeat(few.v_proj_weight))
+        many.in_proj_weight.copy_(torch.cat(weights))
+        many.out_proj.load_state_dict(few.out_proj.state_dict())
+    x = torch.randn(2, 11, 12, dtype=torch.float64)
+    torch.testing.assert_close(*(layer(x, x, x, need_weights=False)[0] for layer in (few, many)))
+
+
+def test_heads_of_any_width():
+    layer = subquad.MultiheadAttention(12, 4, head_dim=5, attention="combiner-fixed", batch_first=True)
+    x = torch.randn(2, 9, 12)
+    out, weights = layer(x, x, x)
+    assert out.shape == (2, 9, 12)
+    assert weights.shape == (2, 9, 9)
+    assert layer.out_proj.in_features == 20
+    for wrong, words in (({"head_dim": 0}, "head_dim"), ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads=4")):
+        with pytest.raises(ValueError, match=words):
+            subquad.MultiheadAttention(12, 4, **wrong)
+    with pytest.raises(ValueError, match="heads together 20"):
+        subquad.MultiheadAttention(12, 4, head_dim=5, attention="composite-slice", batch_first=True)(x, x, x)
+
+
+# ---- swap -------------------------------------------------------------------------------------------------
+
+
+def test_swap_replaces_every_layer_and_keeps_the_weights():
+    make = lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)  # noqa: E731
+    model = nn.TransformerEncoder(make(), 2, enable_nested_tensor=False).eval()
+    model.layers[1].self_attn.out_proj.weight.requires_grad_(False)
+    x = torch.randn(2, 10, 16)
+    before = model(x)
+    done = subquad.swap(model, "full")
+    assert done.replaced == ("layers.0.self_attn", "layers.1.self_attn")
+    assert done.new_parameters == ()
+    assert not model.layers[1].self_attn.out_proj.weight.requires_grad
+    torch.testing.assert_close(model(x), before)
+
+
+def test_swap_says_what_is_new_and_changes_nothing_on_an_error():
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    done = subquad.swap(layer, "combiner-fixed:abstraction=deepsets-max")
+    assert isinstance(done.model, subquad.MultiheadAttention)
+    assert done.model.in_proj_weight.dtype == torch.float64
+    assert done.new_parameters == ("attention.abstraction.query_weight", "attention.abstraction.key_weight")
+    assert "2 new parameters to train" in str(done)
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2, add_bias_kv=True))
+    with pytest.raises(ValueError, match="1: add_bias_kv"):
+        subquad.swap(model, "full")
+    assert type(model[0]) is nn.MultiheadAttention
+    with pytest.raises(ValueError, match=r"Linear has no torch\.nn\.MultiheadAttention"):
+        subquad.swap(nn.Linear(2, 2), "full")

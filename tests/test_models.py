@@ -261,3 +261,47 @@ def test_bad_inputs():
         model()
     with pytest.raises(ValueError, match="no segments"):
         model(torch.zeros(1, 4, dtype=torch.long), token_type_ids=torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_padded_row_gives_what_it_gives_alone(spec, positions):
+    """Left, right and both, in a causal and in a bidirectional model; a prefix gives the same whatever follows it."""
+    if positions == "rotary" and mechanism(spec).capabilities.level == "layer":
+        positions = "own" if "positions" in mechanism(spec).Options.__dataclass_fields__ else "none"
+    able = mechanism(spec).capabilities
+    heads = [head for head, can in (("causal-lm", able.causal), ("token", able.bidirectional)) if can]
+    for head in heads:
+        torch.manual_seed(0)
+        keys = {"attention": spec, "positions": positions, "evaluation_seed": 5, "initializer_range": 0.5}
+        model = HEADS[head](config(**keys)).eval()
+        ids = torch.randint(1, 20, (1, 13))
+        with torch.no_grad():
+            alone = model(input_ids=ids).logits[0]
+            for left, right in ((9, 0), (0, 11), (4, 6)):
+                batch, mask = (
+                    torch.randint(1, 20, (2, 13 + left + right)),
+                    torch.ones(2, 13 + left + right, dtype=torch.long),
+                )
+                batch[0, left : left + 13] = ids[0]
+                mask[0, :left], mask[0, left + 13 :] = 0, 0
+                padded = model(input_ids=batch, attention_mask=mask).logits[0, left : left + 13]
+                torch.testing.assert_close(padded, alone, atol=1e-4, rtol=1e-4)
+            if head == "causal-lm":
+                longer = model(input_ids=torch.cat([ids, torch.randint(1, 20, (1, 20))], 1)).logits[0, :13]
+                torch.testing.assert_close(longer, alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["combiner-fixed", "composite-slice", "star:relay=first", "combiner-window", "sbm"])
+def test_left_padded_prompts_are_continued_as_alone(spec):
+    torch.manual_seed(0)
+    model = SubquadForCausalLM(config(attention=spec, evaluation_seed=3, initializer_range=0.5)).eval()
+    long, short = torch.randint(1, 20, (17,)), torch.randint(1, 20, (6,))
+    ids, mask = (
+        torch.stack([torch.cat([torch.zeros(11, dtype=torch.long), short]), long]),
+        torch.ones(2, 17, dtype=torch.long),
+    )
+    mask[0, :11] = 0
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    alone = model.generate(short[None], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert together[0, 17:].tolist() == alone[0, 6:].tolist()

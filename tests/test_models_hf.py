@@ -581,3 +581,24 @@ def test_int8_dynamic_quantisation(spec):
     assert type(small.encoder.blocks[0].attention.q_proj) is not nn.Linear
     one, other = model(**inputs("sequence")).logits, small(**inputs("sequence")).logits
     assert 0 < (one - other).abs().max() < 0.1 * one.abs().max() + 0.02
+
+
+@pytest.mark.parametrize("spec", ["combiner-fixed", "combiner-window", "longformer", "strided", "logsparse", "sbm"])
+def test_export_of_sub_quadratic_attention_with_dynamic_length(spec):
+    """A fresh model, any length, padding on the left; and exporting leaves nothing behind for the next model."""
+    torch.manual_seed(0)
+    keys = {"attention": spec, "evaluation_seed": 3, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    model = HEADS["causal-lm"](config(**keys)).eval()
+    ids, mask = torch.randint(20, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    n = torch.export.Dim("n", min=3, max=64)
+    given, shapes = {"input_ids": ids, "attention_mask": mask}, {"input_ids": {1: n}, "attention_mask": {1: n}}
+    program = torch.export.export(model, (), kwargs=given, dynamic_shapes=shapes, strict=False)
+    for length in (5, 33):
+        longer = {
+            "input_ids": torch.randint(20, (2, length)),
+            "attention_mask": torch.ones(2, length, dtype=torch.long),
+        }
+        longer["attention_mask"][0, :3] = 0
+        expected = model(**longer).logits
+        assert type(expected) is torch.Tensor
+        torch.testing.assert_close(program.module()(**longer).logits, expected, rtol=1e-4, atol=1e-5)

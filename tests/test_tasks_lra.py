@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from subquad import tasks
-from subquad.attention.sbm import density_loss
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks.contours import Style, picture
 
@@ -288,7 +287,7 @@ def test_the_pair_head_counts_the_density_of_both_texts():
     output = model(ids, pair_ids=ids.flip(1), labels=labels)
     plain = torch.nn.functional.cross_entropy(output.logits, labels)
     assert output.density.shape == (1, 2)
-    assert torch.allclose(output.loss.double(), plain + 0.5 * density_loss(model).double())
+    assert torch.allclose(output.loss.double(), plain + 0.5 * output.auxiliary_loss.double())
     output.loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

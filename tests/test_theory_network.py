@@ -112,7 +112,7 @@ def test_clipping():
         (RING, 4, 1, "1/2", "reverse"),
         ("full", 3, 1, "1/3", lambda x: np.exp(-np.asarray(x, dtype=float))),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_theorem_1(source, n, d, delta, function):
     proof = prove(source, n, d, delta, function)

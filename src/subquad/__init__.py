@@ -11,10 +11,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from subquad.attention.base import Attention, Capabilities
+    from subquad.attention.base import Attention, Capabilities, Record
     from subquad.attention.registry import attention, available, register, unregister
     from subquad.core.options import Options, option
     from subquad.layers import MultiheadAttention
+    from subquad.swapping import swap
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,10 +23,12 @@ __all__ = [
     "Capabilities",
     "MultiheadAttention",
     "Options",
+    "Record",
     "attention",
     "available",
     "option",
     "register",
+    "swap",
     "unregister",
 ]
 
@@ -34,10 +37,12 @@ _PLACES = {
     "Capabilities": "subquad.attention.base",
     "MultiheadAttention": "subquad.layers",
     "Options": "subquad.core.options",
+    "Record": "subquad.attention.base",
     "attention": "subquad.attention.registry",
     "available": "subquad.attention.registry",
     "option": "subquad.core.options",
     "register": "subquad.attention.registry",
+    "swap": "subquad.swapping",
     "unregister": "subquad.attention.registry",
 }
 

@@ -88,13 +88,13 @@ class Combiner(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Summaries of every kind, then one softmax over tokens and summaries: (B, H, n, d)."""
         work = torch.promote_types(q.dtype, torch.float32)  # the pools and all statistics
-        tokens, n = Tokens(*(x.to(work) for x in (q, k, v)), call), q.shape[2]
+        tokens, n = Tokens(q.to(work), k.to(work), v.to(work), call), q.shape[2]
         text, group_sets = self.described(call.slots, n)
         sources = [(tokens.k, tokens.v, call.exists)]
         for number, group_set in enumerate(group_sets, 1):
             sources.append(summarise(self, text, number, group_set, tokens, sources[group_set.below]))
         keys, values, valid = (list(x) for x in zip(*sources, strict=True))
-        about = {"lengths": call.lengths, "valid": valid, "dropout": call.dropout, "seed": call.seed}
+        about: dict[str, Any] = {"lengths": call.lengths, "valid": valid, "dropout": call.dropout, "seed": call.seed}
         scale = self.options.softmax_scale
         return merge_attention(tokens.q, keys, values, text, "main", n, scale=scale, **about).to(q.dtype)
 

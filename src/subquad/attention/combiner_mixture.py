@@ -38,7 +38,7 @@ from subquad.kernels.mixture import mixture_merge
 from subquad.supports.grids import mixture_text
 from subquad.supports.partitions import Partition
 
-OTHERS: dict[str, type[Combiner]] = {
+OTHERS: dict[str, Any] = {
     "fixed": CombinerFixed,
     "window": CombinerWindow,
     "logsparse": CombinerLogsparse,
@@ -113,7 +113,7 @@ class CombinerMixture(Attention):
         if not self.options.joint and (call.dropout or not shares_direct):
             return mean(component.attend(q, k, v, call) for component in self.parts())
         work = torch.promote_types(q.dtype, torch.float32)
-        tokens = Tokens(*(x.to(work) for x in (q, k, v)), call)
+        tokens = Tokens(q.to(work), k.to(work), v.to(work), call)
         return (self._joint(tokens) if self.options.joint else self._mean(tokens)).to(q.dtype)
 
     def _summaries(self, tokens: Tokens) -> tuple[str, list[int], list[Source]]:
@@ -133,7 +133,7 @@ class CombinerMixture(Attention):
         n, call = index(tokens.q.shape[2]), tokens.call
         text, _, summaries = self._summaries(tokens)
         keys, values, valid = (list(x) for x in zip((tokens.k, tokens.v, call.exists), *summaries, strict=True))
-        about = {"lengths": call.lengths, "valid": valid, "dropout": call.dropout, "seed": call.seed}
+        about: dict[str, Any] = {"lengths": call.lengths, "valid": valid, "dropout": call.dropout, "seed": call.seed}
         scale = self.options.softmax_scale
         return merge_attention(tokens.q, keys, values, text, "joint", n, scale=scale, **about)
 

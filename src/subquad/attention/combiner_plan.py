@@ -80,7 +80,8 @@ class CombinerPlan(Combiner):
             raise ValueError("combiner-plan: key_mask is not supported in a compiled graph; call it eagerly")
         rows = []
         for b, size in enumerate(call.lengths.tolist()):
-            own = call._replace(key_mask=call.key_mask[b : b + 1, :size], lengths=None)
+            mask = None if call.key_mask is None else call.key_mask[b : b + 1, :size]
+            own = call._replace(key_mask=mask, lengths=None)
             x, y, z = (t[b : b + 1, :, :size] for t in (q, k, v))
             out = self._attend(x, y, z, own) if size else x
             rows.append(F.pad(out, (0, 0, 0, q.shape[2] - size)))
@@ -96,12 +97,12 @@ class CombinerPlan(Combiner):
         x, y, z = (t.to(work) for t in (q, k, v))
         keys, values, alive = y, z, call.key_mask
         if groups:
-            about = {"is_max": self.abstraction.pool == "max", "key_mask": call.key_mask}
+            about: dict[str, Any] = {"is_max": self.abstraction.pool == "max", "key_mask": call.key_mask}
             query, key = (member_pool(t, members, **about) for t in self.abstraction(x, y))  # (B, H, U, d)
             value = edge_attention(query, y, z, members, scale=scale, key_mask=call.key_mask)
             keys, values = torch.cat((y, key), 2), torch.cat((z, value), 2)  # (B, H, n + U, d)
             alive = None if call.key_mask is None else torch.cat((call.key_mask, _alive(call.key_mask, members)), 1)
-        more = {"key_mask": alive, "dropout": call.dropout, "seed": call.seed}
+        more: dict[str, Any] = {"key_mask": alive, "dropout": call.dropout, "seed": call.seed}
         return edge_attention(x, keys, values, main, scale=scale, **more).to(q.dtype)
 
 

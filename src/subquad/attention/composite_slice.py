@@ -367,7 +367,7 @@ class _Composer:
             q, keys = self._place(q, k, project, self.attention.positions(scale, n), size or n, reach)
         text = slices_text(causal, size, reach, self.attention.positions is not None)
         valid = [None if real is None else real[:, None]] * len(keys)
-        about = {"valid": valid, "dropout": self.call.dropout, "seed": self.call.seed}
+        about: dict[str, Any] = {"valid": valid, "dropout": self.call.dropout, "seed": self.call.seed}
         values, scale_ = [v] * len(keys), self.options.softmax_scale
         out = merge_attention(q, keys, values, text, "main", n, scale=scale_, **about)  # (B, H, n, d)
         return out.transpose(1, 2).flatten(2)

@@ -50,7 +50,7 @@ class PatternAttention(Attention):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        pattern = self.make_pattern(options)
+        pattern: Any = self.make_pattern(options)
         if options.max_length is not None:
             pattern = pattern.sized(options.max_length)
         self.pattern: Any = pattern
@@ -97,13 +97,18 @@ class PatternAttention(Attention):
             return self._by_blocks(text, q, k, v, call)
         if self.options.map == "softmax":
             edges = self._edges(text, q, call.lengths)
-            about = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed}
+            about: dict[str, Any] = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed}
             return edge_attention(q, k, v, edges, scale=self.options.softmax_scale, **about)
         return self._mapped(text, q, k, v, call)
 
     def _by_blocks(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Softmax over regular sets: blocks, a group of heads at a time."""
-        about = {"lengths": call.lengths, "valid": [call.exists], "dropout": call.dropout, "seed": call.seed}
+        about: dict[str, Any] = {
+            "lengths": call.lengths,
+            "valid": [call.exists],
+            "dropout": call.dropout,
+            "seed": call.seed,
+        }
         outs, scale = [], self.options.softmax_scale
         for heads, family in self.head_groups():
             which = "union" if family is None else str(family)
@@ -139,7 +144,7 @@ class PatternAttention(Attention):
             first = b
             if size:
                 x, y, z = (t[rows, :, :size] for t in (q, k, v))
-                about = {"dropout": call.dropout, "seed": call.seed}
+                about: dict[str, Any] = {"dropout": call.dropout, "seed": call.seed}
                 mask = None if call.key_mask is None else call.key_mask[rows, :size]
                 edges = self._edges(text, x, None)
                 found = edge_mapped_attention(x, y, z, edges, self.map_of_heads, scale=scale, key_mask=mask, **about)

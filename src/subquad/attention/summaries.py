@@ -84,7 +84,8 @@ def _nodes(module, tokens: Tokens, features, find: _Finder, *, back: bool) -> So
     """All binary blocks, a Fenwick tree as long as the sequence; `back`: of the sequence read from its end."""
     turn = _Reverse(tokens) if back else _identity
     k, v, fq, fk = (turn(x) for x in (tokens.k, tokens.v, *features))
-    exists = None if tokens.call.key_mask is None else turn(tokens.call.exists[..., None])  # (B, 1, n, 1)
+    real = tokens.call.exists
+    exists = None if real is None else turn(real[..., None])  # (B, 1, n, 1)
     query, key = (pooled(x, module.abstraction.pool, exists, binary_nodes) for x in (fq, fk))
     if module.abstraction.learns:  # a single token stands for itself
         single = torch.arange(k.shape[2], device=k.device)[:, None] % 2 == 0

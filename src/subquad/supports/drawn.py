@@ -120,8 +120,8 @@ class BigBird(Pattern):
         if p and p.draws == count and p.queries.length == length and p.queries.blocks < RUN:
             grid = p.queries
             if grid.start + grid.blocks * size == a * size:
-                more = (x._replace(blocks=grid.blocks + 1) for x in (grid, p.keys))
-                return [*parts[:-1], Part(*more, draws=count)]
+                longer, keys = (x._replace(blocks=grid.blocks + 1) for x in (grid, p.keys))
+                return [*parts[:-1], Part(longer, keys, draws=count)]
         keys = Grid(first, 1, count, count * size)
         return [*parts, Part(Grid(a * size, 1, size, length), keys, draws=count)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -224,7 +224,7 @@ def member_plan(n: int, c: int, causal: bool, kind: str) -> Plan:
             rows * c,
         )
     low, high = {"left": (-FAR, -1), "right": (1, FAR)}.get(kind, (-FAR, FAR))
-    hole = {"xlo": 0, "xhi": 0} if kind == "row" else {}
+    hole: dict[str, Any] = {"xlo": 0, "xhi": 0} if kind == "row" else {}
     whole = Grid(0, rows - 1, c, c)
     parts = [Part(whole, whole, lo=low, hi=high, **hole)]
     if not causal:

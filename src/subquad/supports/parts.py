@@ -180,7 +180,7 @@ def make_plan(parts: Iterable[Part], rows: int, drawn: Iterable[int] = ()) -> Pl
 
 
 def rows_to_keys(
-    rows: range, keys: range, *, positions: range | None = None, source: int = 0, **rules: int
+    rows: range, keys: range, *, positions: range | None = None, source: int = 0, **rules: Any
 ) -> list[Part]:
     """Every query of `rows` to every key of `keys` that the rules allow.
 
@@ -245,7 +245,7 @@ def columns(n: int, stride: int, *, causal: bool, xlo: int = 1, xhi: int = 0) ->
     The columns that reach into the partial last row are one token longer, so they are a part of their own.
     """
     rows, rest = divmod(n, stride)
-    rule = {"hi": 0 if causal else FAR, "xlo": xlo, "xhi": xhi}
+    rule: dict[str, Any] = {"hi": 0 if causal else FAR, "xlo": xlo, "xhi": xhi}
     grids = [Grid(0, rest, 1, rows + 1, stride), Grid(rest, stride - rest, 1, rows, stride)]
     return [Part(grid, grid, **rule) for grid in grids if grid.blocks and grid.length]
 

@@ -119,7 +119,7 @@ class Foreign(Case):
     @classmethod
     def cases(cls, factory: Callable, definition: Callable, able: Capabilities) -> list[Foreign]:
         wanted = [c for c, can in ((False, able.bidirectional), (True, able.causal)) if can]
-        about = {"factory": factory, "definition": definition, "capabilities": able}
+        about: dict[str, Any] = {"factory": factory, "definition": definition, "capabilities": able}
         return [cls(getattr(factory, "__name__", "module"), causal, **about) for causal in wanted]
 
     def make(self, dtype: torch.dtype = torch.float64, **more: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -111,7 +112,7 @@ def padded_row_equals_alone(case: Case) -> None:
                 close(a, b, 1e-9, f"gradient of {name}, {n} tokens behind {left} and before {right} padded slots")
 
 
-def _sized(case: Case) -> dict[str, int]:
+def _sized(case: Case) -> dict[str, Any]:
     """With the longest length known, sizes do not follow from the batch."""
     return {} if "max_length" in case.options else {"max_length": 1 << 16}
 

@@ -96,12 +96,12 @@ def _frames(rows: slice, plan: Plan, queries, keys, values, valid, gradients=())
         if folds and (all(len(x) == 1 for x in masks.values()) or count * size * pairs <= SMALL_MASK):
             flat = [[x.flatten(0, 1) if count > 1 else x[0] for x in xs] for xs in views]
             shared = {s: x if len(x) == 1 else x.repeat_interleave(size, 0) for s, x in masks.items()}
-            yield _Frame(*flat[:3], shared, flat[3], number[:, j::group].flatten())
+            yield _Frame(flat[0], flat[1], flat[2], shared, flat[3], number[:, j::group].flatten())
             continue
         for b in range(count):
             own = {s: x[b : b + 1] if len(x) > 1 else x for s, x in masks.items()}
             one = [[x[b] for x in xs] for xs in views]
-            yield _Frame(*one[:3], own, one[3], number[b, j::group])
+            yield _Frame(one[0], one[1], one[2], own, one[3], number[b, j::group])
 
 
 def _folds(x: Tensor) -> bool:

@@ -94,6 +94,7 @@ def _kept(like: Tensor, part: Part, rows: slice, at: Tensor, key: Tensor, seed: 
     """What dropout multiplies the weights of a part with, (b, H, A, L, S), or 1."""
     if not dropout:
         return 1.0
+    assert seed is not None
     b, h = like.shape[:2]
     instance = torch.arange(rows.start * h, rows.start * h + b * h, device=like.device).view(b, h, 1, 1, 1)
     columns = (key + part.source * SOURCE)[:, None]  # (A, 1, S)

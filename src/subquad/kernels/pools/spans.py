@@ -16,20 +16,22 @@ from torch import Tensor
 def span_pool(
     x: Tensor, size: int, *, pool: str, key_mask: Tensor | None, lengths: Tensor | None, skip: int = 0
 ) -> Tensor:
-    """x (B, H, n, d) → (B, H, ⌈n/size⌉, d): span a holds the tokens a·size … of its row, the first `skip` left out.
+    """x (B, H, n, d) → (B, H, ⌈n/size⌉ + 1, d): span a holds the tokens a·size … of its row, the first `skip` left out.
 
-    key_mask bool (B, n), lengths (B,): what exists. A span without members pools to 0.
+    key_mask bool (B, n), lengths (B,): what exists. A span without members pools to 0. The last place belongs to no
+    span: it keeps the size above 1, which torch would take for a special case when a graph is exported for any length.
     """
     return _pool(x, key_mask, lengths, size, skip, pool == "max")
 
 
 def spans_with_members(key_mask: Tensor, size: int, skip: int = 0) -> Tensor:
-    """Which spans have a member: (B, n) → bool (B, 1, ⌈n/size⌉)."""
+    """Which spans have a member: (B, n) → bool (B, 1, ⌈n/size⌉ + 1); the place of no span counts as one that has."""
     n = key_mask.shape[1]
     place = torch.arange(n, device=key_mask.device)
     before = F.pad((key_mask & (place >= skip)).cumsum(1), (1, 0))  # (B, n + 1): members before each place
-    start = torch.arange(-(-n // size), device=key_mask.device) * size
-    return (before[:, (start + size).clamp(max=n)] > before[:, start])[:, None]
+    start = torch.arange(-(-n // size) + 1, device=key_mask.device) * size
+    some = before[:, (start + size).clamp(max=n)] > before[:, start.clamp(max=n)]
+    return (some | (start >= n))[:, None]
 
 
 class _Run(NamedTuple):
@@ -72,7 +74,7 @@ def _exists(run: _Run, key_mask: Tensor | None) -> Tensor | None:
 
 @torch.library.custom_op("subquad::span_pool", mutates_args=())
 def _pool(x: Tensor, key_mask: Tensor | None, lengths: Tensor | None, size: int, skip: int, is_max: bool) -> Tensor:
-    out = x.new_zeros(x.shape[0], x.shape[1], -(-x.shape[2] // size), x.shape[3])
+    out = x.new_zeros(x.shape[0], x.shape[1], -(-x.shape[2] // size) + 1, x.shape[3])
     for run in _runs(len(x), x.shape[2], lengths, size, skip):
         members, real = run.members(x), _exists(run, key_mask)
         if is_max:
@@ -115,7 +117,7 @@ def _pool_backward(
 
 @_pool.register_fake
 def _(x, key_mask, lengths, size, skip, is_max):
-    return x.new_empty(x.shape[0], x.shape[1], -(-x.shape[2] // size), x.shape[3])
+    return x.new_empty(x.shape[0], x.shape[1], -(-x.shape[2] // size) + 1, x.shape[3])
 
 
 @_pool_backward.register_fake

@@ -91,8 +91,10 @@ def _(like, lengths, support, families, n):
 
 def partition_edges(like: Tensor, support: str, n: int, groups: int) -> tuple[EdgeList, EdgeList]:
     """Groups → their members, and queries → tokens (0 … n-1) and groups (n …), for a partition of plain groups."""
-    members = EdgeList(*_partition_edges(like, support, True, n, groups), n)
-    return members, EdgeList(*_partition_edges(like, support, False, n, n), n + groups)
+    (ptr, inside), (rows, seen) = (
+        _partition_edges(like, support, kind, n, size) for kind, size in ((True, groups), (False, n))
+    )
+    return EdgeList(ptr, inside, n), EdgeList(rows, seen, n + groups)
 
 
 @torch.compiler.assume_constant_result

@@ -1,0 +1,82 @@
+"""`swap`: put another attention into an existing model, in place of every `torch.nn.MultiheadAttention`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from subquad.layers import MultiheadAttention
+
+
+class Swapped(NamedTuple):
+    """What `swap` did: the model, the names of the layers that it replaced, and the parameters that are new."""
+
+    model: nn.Module
+    replaced: tuple[str, ...]
+    new_parameters: tuple[str, ...]
+
+    def __str__(self) -> str:
+        layers = (
+            f"replaced {len(self.replaced)} layers: {', '.join(name or 'the module itself' for name in self.replaced)}"
+        )
+        new = f"{len(self.new_parameters)} new parameters to train: {', '.join(self.new_parameters)}"
+        return f"{layers}\n{new if self.new_parameters else 'no new parameters'}"
+
+
+def swap(
+    model: nn.Module, spec: str, *, causal: bool = False, max_length: int | None = None, **options: Any
+) -> Swapped:
+    """Replace every `torch.nn.MultiheadAttention` of a model (or the layer itself) by ours, with the same weights.
+
+        done = subquad.swap(model, "combiner-fixed:span=64", causal=True)
+        print(done)                                     # which layers, and which parameters are new
+
+    The model is changed in place; where it is itself such a layer, `done.model` is the new one. Projections, biases,
+    dropout, device, dtype and training mode are kept. Call the layers with need_weights=False: weights cost n². A model
+    that was trained with full attention computes another function now: train it after swapping.
+    """
+    targets = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.MultiheadAttention)]
+    if not targets:
+        raise ValueError(f"{type(model).__name__} has no torch.nn.MultiheadAttention to replace")
+    made, new = {}, []
+    for name, layer in targets:  # all are made before any is replaced: an error changes nothing
+        try:
+            made[name] = replacement(layer, spec, causal=causal, max_length=max_length, **options)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name or type(model).__name__}: {error}") from None
+        own = dict(layer.named_parameters())
+        new += [f"{name}.{key}".lstrip(".") for key, _ in made[name].named_parameters() if key not in own]
+    for name, layer in made.items():
+        parent, _, child = name.rpartition(".")
+        if name:
+            setattr(model.get_submodule(parent), child, layer)
+        else:
+            model = layer
+    return Swapped(model, tuple(made), tuple(new))
+
+
+def replacement(layer: nn.MultiheadAttention, spec: str, **options: Any) -> MultiheadAttention:
+    """Our layer with the weights of torch's."""
+    if layer.bias_k is not None or layer.add_zero_attn:
+        raise ValueError("add_bias_kv and add_zero_attn are not supported: they must be False")
+    weight = layer.out_proj.weight
+    ours = MultiheadAttention(
+        layer.embed_dim,
+        layer.num_heads,
+        layer.dropout,
+        layer.in_proj_bias is not None,
+        kdim=layer.kdim,
+        vdim=layer.vdim,
+        batch_first=layer.batch_first,
+        device=weight.device,
+        dtype=weight.dtype,
+        attention=spec,
+        **options,
+    )
+    missing, unexpected = ours.load_state_dict(layer.state_dict(), strict=False)
+    assert not unexpected and all(key.startswith("attention.") for key in missing)
+    own = dict(ours.named_parameters())
+    for name, parameter in layer.named_parameters():
+        own[name].requires_grad_(parameter.requires_grad)
+    return ours.train(layer.training)
