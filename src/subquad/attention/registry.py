@@ -36,6 +36,9 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "combiner-tree": "subquad.attention.combiner_plans:CombinerTree",
     "combiner-plan": "subquad.attention.combiner_plan:CombinerPlan",
     "sbm": "subquad.attention.sbm:Sbm",
+    "linear": "subquad.attention.linear:Linear",
+    "performer": "subquad.attention.performer:Performer",
+    "cosformer": "subquad.attention.cosformer:Cosformer",
 }
 
 
