@@ -22,6 +22,7 @@ from torch import Tensor
 
 from subquad.attention.base import Call
 from subquad.attention.linear import Features, KernelAttention, refuse_scale
+from subquad.attention.outputs import within_rows
 
 
 class Cosformer(KernelAttention):
@@ -64,11 +65,3 @@ def _turned(x: Tensor, angle: Tensor) -> Tensor:
     """(B, H, n, d) → (B, H, n, 2d)."""
     positive = x.clamp(min=0)
     return torch.cat((positive * angle.cos(), positive * angle.sin()), -1)
-
-
-def within_rows(out: Tensor, call: Call) -> Tensor:
-    """0 behind the end of a row."""
-    if call.lengths is None:
-        return out
-    inside = torch.arange(out.shape[2], device=out.device) < call.lengths[:, None]  # (B, n)
-    return out.masked_fill(~inside[:, None, :, None], 0)
