@@ -94,14 +94,15 @@ class Nystrom(OutputAttention):
         return *_halves(means), count > 0
 
     def _inverse(self, a: Tensor) -> Tensor:
-        """(B, H, m, m): rows and columns of 0 stay 0."""
+        """(B, H, m, m): rows and columns of 0 stay 0. In float64: rounding errors grow with every step."""
+        kind, a = a.dtype, a.double()
         one, inf = a.sum(-2).amax(-1), a.sum(-1).amax(-1)  # the norms, (B, H)
         z = a.mT / (one * inf).clamp(min=torch.finfo(a.dtype).tiny)[..., None, None]
         eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
         for _ in range(self.options.iterations):
             az = a @ z
             z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
-        return z
+        return z.to(kind)
 
     def _convolved(self, v: Tensor) -> Tensor:
         if self.filters is None:

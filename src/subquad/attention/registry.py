@@ -43,6 +43,8 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "linformer": "subquad.attention.linformer:Linformer",
     "nystrom": "subquad.attention.nystrom:Nystrom",
     "synthesizer": "subquad.attention.synthesizer:Synthesizer",
+    "luna": "subquad.attention.luna:Luna",
+    "fnet": "subquad.attention.fnet:FNet",
 }
 
 
