@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import subquad
+from subquad.attention.registry import mechanism
 from subquad.testing import CHECKS, Case, cases, run_check
 
 
@@ -65,7 +66,7 @@ SAME_FOR_EVERY_OPTION = {
 def all_cases():
     """Every check for every mechanism; for its further variants those that options can break."""
     for name in subquad.available():
-        for index, options in enumerate(VARIANTS.get(name, [{}])):
+        for index, options in enumerate(VARIANTS.get(name, mechanism(name).examples)):
             text = ",".join(f"{k}={v}" for k, v in options.items() if not callable(v))
             for case in cases(name, **options):
                 for check in CHECKS:

@@ -45,6 +45,7 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "synthesizer": "subquad.attention.synthesizer:Synthesizer",
     "luna": "subquad.attention.luna:Luna",
     "fnet": "subquad.attention.fnet:FNet",
+    "fmmformer": "subquad.attention.fmmformer:FMMformer",
 }
 
 
