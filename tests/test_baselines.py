@@ -15,6 +15,7 @@ from subquad.attention.performer import gaussian_orthogonal
 from subquad.kernels.fourier import fourier_mix
 from subquad.kernels.linear import kernel_sums
 from subquad.kernels.linear.reference import kernel_weights, normalised
+from subquad.kernels.selected.op import selected
 
 close = torch.testing.assert_close
 
@@ -334,3 +335,38 @@ def test_what_has_no_weights_says_so(name):
     q, k, _ = inputs(5)
     with pytest.raises(TypeError, match=f"{name} has no weights over tokens"):
         make(name, max_length=8).weights(q, k)
+
+
+# ---- MoBA ----
+
+
+def test_moba_with_every_block_is_full_attention():
+    q, k, v = inputs(23)
+    close(make("moba", block=4, topk=6, causal=True)(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_moba_chooses_the_block_that_suits():
+    """Three blocks of two; the last query points along the keys of the first block."""
+    k = torch.zeros(1, 1, 6, 2, dtype=torch.float64)
+    k[0, 0, :2, 0], k[0, 0, 2:4, 1] = 1, 1
+    q = torch.tensor([0.0, 1.0]).double().expand(1, 1, 6, 2).clone()
+    q[0, 0, 5] = torch.tensor([1.0, 0.0])
+    weights = make("moba", d=2, heads=1, block=2, topk=2, causal=True).weights(q, k)[0, 0]
+    assert (weights[5] > 0).tolist() == [True, True, False, False, True, True]
+    assert (weights[4] > 0).tolist() == [False, False, True, True, True, False]
+
+
+def test_selected_attention_passes_opcheck():
+    q, k, v = (x.requires_grad_() for x in inputs(9))
+    chosen = torch.full((1, 2, 9, 1), -1)
+    chosen[:, :, 4:] = 0
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    mask[0, 1] = False
+    arguments = (q, k, v, chosen, mask, torch.tensor([9]), 4, 0.5)
+    results = torch.library.opcheck(selected, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_moba_is_causal_only():
+    with pytest.raises(ValueError, match="causal=False is not supported"):
+        make("moba")
