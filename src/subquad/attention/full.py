@@ -17,7 +17,7 @@ from torch import Tensor
 
 import subquad.kernels.flash  # noqa: F401  (teaches the FLOP counter torch's own kernel)
 from subquad.attention.base import Attention, Call, Capabilities, Record, repeat_heads
-from subquad.core.hashing import dropout_factors
+from subquad.core.hashing import dropout_factors, ranks
 from subquad.core.options import Options, option
 from subquad.probability import ProbabilityMap, probability_map
 
@@ -118,6 +118,18 @@ def drop(weights: Tensor, call: Call) -> Tensor:
     row, column = torch.arange(n, device=weights.device)[:, None], torch.arange(m, device=weights.device)
     seed = call.seed.to(weights.device)
     return weights * dropout_factors(seed, call.dropout, instance, row, column, weights.dtype)
+
+
+def drop_keys(v: Tensor, call: Call) -> Tensor:
+    """Dropout where there is no matrix of weights: a key is dropped for all queries of a head. v (B, H, m, d)."""
+    if not call.dropout:
+        return v
+    assert call.seed is not None
+    b, h, m, _ = v.shape
+    instance = torch.arange(b * h, device=v.device).view(b, h, 1)
+    column = ranks(call.key_mask, b, m, m, v.device)[1][:, None]  # (B, 1, m)
+    factors = dropout_factors(call.seed.to(v.device), call.dropout, instance, torch.zeros_like(column), column)
+    return v * factors[..., None].to(v.dtype)
 
 
 def masked_map(

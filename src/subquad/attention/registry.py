@@ -37,6 +37,17 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "combiner-plan": "subquad.attention.combiner_plan:CombinerPlan",
     "routing": "subquad.attention.routing:Routing",
     "sbm": "subquad.attention.sbm:Sbm",
+    "linear": "subquad.attention.linear:Linear",
+    "performer": "subquad.attention.performer:Performer",
+    "cosformer": "subquad.attention.cosformer:Cosformer",
+    "local": "subquad.attention.local:Local",
+    "linformer": "subquad.attention.linformer:Linformer",
+    "nystrom": "subquad.attention.nystrom:Nystrom",
+    "synthesizer": "subquad.attention.synthesizer:Synthesizer",
+    "luna": "subquad.attention.luna:Luna",
+    "fnet": "subquad.attention.fnet:FNet",
+    "fmmformer": "subquad.attention.fmmformer:FMMformer",
+    "moba": "subquad.attention.moba:MoBA",
 }
 
 

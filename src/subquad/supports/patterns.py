@@ -256,6 +256,19 @@ class Longformer(Pattern):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Blocks(Pattern):
+    """The own block of `size` tokens, and nothing else."""
+
+    size: int = 128
+
+    def allows(self, family, i, j, n):
+        return i // self.size == j // self.size
+
+    def parts(self, n, family):
+        return diagonal(0, n, self.size, causal=self.causal)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Axial(Pattern):
     """Ho et al.: tokens row-major on a grid with `cols` columns (default ⌈√n⌉); the own row; then the own column."""
 

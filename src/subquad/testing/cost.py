@@ -6,7 +6,7 @@ import contextlib
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -39,7 +39,16 @@ def _count(case: Case, n: int, real: bool) -> tuple[int, int]:
 
     module = case.make(torch.float32)
     with contextlib.nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
+        if not real:
+            _forget_values(module)
         xs = [torch.randn(x.shape, requires_grad=True) for x in case.inputs(n, torch.float32, batch=1)]
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             case.run(module, xs).sum().backward()
     return counter.get_total_flops(), sum(storages.values())
+
+
+def _forget_values(module: nn.Module) -> None:
+    """Parameters without data, as a fake mode wants them; `Module.to` cannot make them there."""
+    for part in module.modules():
+        for name, p in part.named_parameters(recurse=False):
+            setattr(part, name, nn.Parameter(torch.empty_like(p), p.requires_grad))

@@ -1,0 +1,83 @@
+"""Linear attention (Katharopoulos et al. 2020), and the base of the mechanisms whose scores are products of features.
+
+    w_ij = φ(q_i)·φ(k_j)         out_i = Σ_j w_ij v_j / Σ_j w_ij = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j)
+
+    φ(x) = elu(x) + 1            O(n·d²): the sums over j are one matrix, or causal a running sum (eq. 8-12)
+
+Choices. The paper's code adds 10⁻⁶ to the denominator; here rows sum to exactly 1, and a denominator that vanishes in
+the arithmetic of the call (below √tiny) gives 0. Dropout drops a key for all queries of a head at once: there is no
+matrix of weights to drop from. `scale` has no meaning here and must be left open.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.attention.base import Attention, Call, Capabilities
+from subquad.attention.full import drop_keys
+from subquad.kernels.linear import kernel_sums
+from subquad.kernels.linear.reference import kernel_weights, normalised
+
+
+class Features(NamedTuple):
+    """Scores as products: w_ij = a_i·b_j e^(s_j - s_i)."""
+
+    a: Tensor  # (B, H, n, f), of the queries
+    b: Tensor  # (B, H, m, f), of the keys; 0 where a key does not exist
+    scales: Tensor | None = None  # s (B, H, m), never falling along the sequence; None = all 0
+
+
+class KernelAttention(Attention):
+    """Attention whose scores are products of features; a subclass writes `features`."""
+
+    family = "kernel"
+    exponent = 1.0
+    positional = False
+
+    def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
+        """q and k in at least float32."""
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        a, b, scales = self._features(q, k, call)
+        return kernel_sums(a, b, drop_keys(v, call), scales, causal=self.options.causal)
+
+    def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        return normalised(kernel_weights(*self._features(q, k, call), causal=self.options.causal))
+
+    def _features(self, q: Tensor, k: Tensor, call: Call) -> Features:
+        work = torch.promote_types(q.dtype, torch.float32)
+        return self.features(q.to(work), k.to(work), call)
+
+    def connections(self, n: int) -> float:
+        """Scores are never computed: n queries and n keys meet the features, once each."""
+        return 2.0 * n * self.options.head_dim
+
+
+def refuse_scale(name: str, options: Any) -> None:
+    if options.scale is not None:
+        raise ValueError(f"{name}: scale must be None, not {options.scale}: its scores are not scaled")
+
+
+class Linear(KernelAttention):
+    """Linear attention; see the module docstring."""
+
+    capabilities = Capabilities(cross=True)
+    paper = "Katharopoulos et al. 2020"
+    cost = "n·d"
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        refuse_scale(self.name, options)
+
+    def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
+        a, b = elu_plus_one(q), elu_plus_one(k)
+        return Features(a, b if call.key_mask is None else b * call.key_mask[:, None, :, None])
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """elu(x) + 1 = e^x for x ≤ 0, x + 1 beyond; adding the 1 last would round small values away."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())

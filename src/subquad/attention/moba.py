@@ -1,0 +1,92 @@
+"""MoBA (Lu et al. 2025): mixture of block attention, every query attends to the few blocks that suit it best.
+
+    out_i = Σ_{j ∈ S_i} softmax(q_i·k_j·scale)_j v_j          O(n·topk·block) for the attention, n²/block for the gate
+
+    S_i = the own block up to i, and the topk - 1 earlier blocks b with the largest q_i·mean(k_j, j in b)
+
+The gate has no gradient: who is chosen is not learned, except through the keys and queries themselves. It is causal
+only: a block that contains later tokens could be chosen by what they say.
+
+Choices. Padding belongs to no mean, and a block without tokens is never chosen. Dropout drops a key for all queries of
+a head at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from subquad.attention.base import Attention, Call, Capabilities
+from subquad.attention.full import drop_keys, masked_map
+from subquad.core.options import Options as BaseOptions
+from subquad.core.options import option
+from subquad.kernels.pools import span_pool, spans_with_members
+from subquad.kernels.selected import selected_attention
+from subquad.probability import Softmax
+
+
+class MoBA(Attention):
+    """MoBA; see the module docstring."""
+
+    capabilities = Capabilities(bidirectional=False)
+    family = "selected blocks"
+    paper = "Lu et al. 2025"
+    cost = "n·topk·block + n²/block"
+    exponent = 2.0
+    data_dependent = True
+    sparse = True  # who is chosen depends on the content
+    examples = ({"block": 4},)
+    gallery = {"block": 8}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(BaseOptions):
+        block: int = option(512, "tokens of a block", ge=1)
+        topk: int = option(3, "how many blocks a query sees, its own included", ge=1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        about = {"key_mask": call.key_mask, "lengths": call.lengths}
+        chosen = self._choose(q.detach(), k.detach(), call)
+        scale, block = self.options.softmax_scale, self.options.block
+        return selected_attention(q, k, drop_keys(v, call), chosen, block=block, scale=scale, **about)
+
+    def _choose(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        """The blocks beside the own one, int64 (B, H, n, t), -1 = none."""
+        n, size = q.shape[2], self.options.block
+        work = torch.promote_types(q.dtype, torch.float32)
+        means = span_pool(k.to(work), size, pool="mean", key_mask=call.key_mask, lengths=call.lengths)
+        count = means.shape[2]
+        own = torch.arange(n, device=q.device)[:, None] // size
+        allowed = torch.arange(count, device=q.device) < own  # (n, N)
+        if call.key_mask is not None:
+            allowed = allowed & spans_with_members(call.key_mask, size)[:, :, None]  # (B, 1, n, N)
+        gate = (q.to(work) @ means.mT).masked_fill(~allowed, -torch.inf)
+        best = gate.topk(min(self.options.topk - 1, count), -1)
+        chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
+        if call.lengths is None:
+            return chosen
+        behind = torch.arange(n, device=q.device) >= call.lengths[:, None]  # (B, n)
+        return chosen.masked_fill(behind[:, None, :, None], -1)
+
+    def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        (b, h, n, _), size = q.shape, self.options.block
+        real = torch.ones(b, n, dtype=torch.bool, device=q.device) if call.key_mask is None else call.key_mask
+        seen = torch.zeros(b, h, n, n, dtype=torch.bool, device=q.device)
+        work = torch.promote_types(q.dtype, torch.float32)
+        for row, head, i in ((row, head, i) for row in range(b) for head in range(h) for i in range(n)):
+            first, gates = i // size * size, {}
+            seen[row, head, i, first : i + 1] = True
+            for start in range(0, first, size):
+                members = real[row, start : start + size]
+                if members.any():
+                    mean = k[row, head, start : start + size][members].to(work).mean(0)
+                    gates[start] = float(q[row, head, i].detach().to(work) @ mean.detach())
+            for start in sorted(gates, key=lambda s: -gates[s])[: self.options.topk - 1]:
+                seen[row, head, i, start : start + size] = True
+        return masked_map(Softmax(), q, k, seen, call.key_mask, self.options.softmax_scale)
+
+    def connections(self, n: int) -> float:
+        size, more = self.options.block, self.options.topk - 1
+        chosen = sum(min(more, i // size) * size + i % size + 1 for i in range(n))
+        return float(chosen + n * (n // size) / 2)

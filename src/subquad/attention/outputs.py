@@ -1,0 +1,57 @@
+"""Mechanisms whose output is not weights × values over tokens: they define the output instead of the weights."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from subquad.attention.base import Attention, Call, Capabilities, Rows, _clean, repeat_heads
+
+
+class OutputAttention(Attention):
+    """A mechanism with `define_output` (slow and simple) instead of `define`; `weights` raises."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(weights=False)
+
+    def define_output(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The output from the definition, (B, H, n, d), in at least float32.
+
+        Where the mechanism is positional it is given one row at a time, without leading and trailing padding.
+        """
+        raise NotImplementedError
+
+    def dense(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
+    ) -> Tensor:
+        """The oracle: the definition of the output, differentiable."""
+        self._validate(q, k, v, key_mask)
+        kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        q, k, v = (x.to(work) for x in _clean(q, k, v, key_mask))
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        call = self._call(Rows.of(key_mask, align=False), seed, q.shape[2])._replace(lengths=None)
+        if key_mask is None or not self.positional:
+            return self.define_output(q, k, v, call).to(kind)
+        rows = []
+        for b, real in enumerate(key_mask):
+            places, out = real.nonzero()[:, 0], torch.zeros_like(q[b])
+            if len(places):
+                own = slice(int(places[0]), int(places[-1]) + 1)
+                x, y, z = (t[b : b + 1, :, own] for t in (q, k, v))
+                out[:, own] = self.define_output(x, y, z, call._replace(key_mask=real[None, own]))[0]
+            rows.append(out)
+        return torch.stack(rows).to(kind)
+
+
+def within_rows(out: Tensor, call: Call) -> Tensor:
+    """0 behind the end of a row, (B, H, n, d)."""
+    if call.lengths is None:
+        return out
+    inside = torch.arange(out.shape[2], device=out.device) < call.lengths[:, None]  # (B, n)
+    return out.masked_fill(~inside[:, None, :, None], 0)
+
+
+def as_queries_are(out: Tensor, q: Tensor) -> Tensor:
+    """NaN where a query is NaN, for mechanisms that do not look at the queries."""
+    return out.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan)

@@ -1,0 +1,101 @@
+"""Performer: softmax attention in expectation, through positive orthogonal random features (FAVOR+).
+
+    e^(q·k·scale) = E_ω[ φ(q)·φ(k) ]          φ(x)_f = e^(ω_f·x' - |x'|²/2) / √r,     x' = √scale · x
+
+    out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j)          O(n·d·r) with r features, causal too
+
+    ω (r, d): Gaussian rows, orthogonal in blocks of d, each with the length of a Gaussian vector of its own (section 3)
+
+The r features are drawn when the module is made, from the option `draw`; `redraw(seed)` draws new ones. Nothing is ever
+redrawn silently. They are a buffer, saved with the model.
+
+Choices. Exponents are taken relative to a maximum. A query's own maximum cancels in the quotient. For the keys it is
+M_j, the largest exponent of all keys; causal, of the keys up to j, so that no key learns of a later one, and the sums
+carry e^(M_j - M_i). As in the paper's code ε is added to every feature, relative to that maximum; epsilon=0 is the
+formula itself. Maxima have no gradient. √r cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.attention.base import Call, Capabilities
+from subquad.attention.linear import Features, KernelAttention
+from subquad.core.options import Options as BaseOptions
+from subquad.core.options import option
+
+LOWEST = -1e30  # the maximum of no key: far below every exponent, and still a number
+
+
+class Performer(KernelAttention):
+    """Performer; see the module docstring."""
+
+    capabilities = Capabilities(cross=True)
+    paper = "Choromanski et al. 2021"
+    cost = "n·r"
+    examples = ({}, {"features": 5, "orthogonal": False, "epsilon": 0.0})
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(BaseOptions):
+        features: int | None = option(None, "random features r; None = ⌊d·ln d⌋", ge=1)
+        orthogonal: bool = option(True, "features orthogonal in blocks of d, instead of independent")
+        draw: int = option(0, "seed of the features", ge=0)
+        epsilon: float = option(1e-4, "added to every feature, relative to the largest", ge=0, lt=1)
+
+    projection: Tensor
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.register_buffer("projection", self._drawn(options.draw))
+
+    @property
+    def num_features(self) -> int:
+        width = self.options.head_dim
+        return self.options.features or max(1, int(width * math.log(width)))
+
+    def redraw(self, seed: int) -> None:
+        """New random features, in place."""
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed must be an integer ≥ 0, not {seed!r}")
+        self.projection.copy_(self._drawn(seed))
+
+    def _drawn(self, seed: int) -> Tensor:
+        draw = torch.Generator().manual_seed(seed)
+        make = gaussian_orthogonal if self.options.orthogonal else gaussian
+        return make(self.num_features, self.options.head_dim, draw).to(torch.get_default_dtype())
+
+    def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
+        epsilon, real = self.options.epsilon, None if call.key_mask is None else call.key_mask[:, None, :, None]
+        own, other = self._exponents(q), self._exponents(k)  # (B, H, n, r), (B, H, m, r)
+        a = (own - own.detach().amax(-1, keepdim=True)).exp() + epsilon
+        other = other if real is None else other.masked_fill(~real, -torch.inf)
+        top = other.detach().amax(-1).clamp(min=LOWEST)  # (B, H, m)
+        top = top.cummax(-1).values if self.options.causal else top.amax(-1, keepdim=True)
+        b = (other - top[..., None]).exp() + (epsilon if real is None else epsilon * real)
+        return Features(a, b, top if self.options.causal else None)
+
+    def _exponents(self, x: Tensor) -> Tensor:
+        """ω·x' - |x'|²/2, (B, H, n, r)."""
+        x = x * self.options.softmax_scale**0.5
+        return x @ self.projection.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
+
+    def connections(self, n: int) -> float:
+        return 2.0 * n * self.num_features
+
+
+def gaussian(rows: int, width: int, draw: torch.Generator) -> Tensor:
+    return torch.randn(rows, width, generator=draw, dtype=torch.float64)
+
+
+def gaussian_orthogonal(rows: int, width: int, draw: torch.Generator) -> Tensor:
+    """(rows, width): blocks of `width` orthogonal rows, uniform in direction, with the lengths of Gaussian vectors."""
+    blocks = []
+    for _ in range(-(-rows // width)):
+        q, r = torch.linalg.qr(gaussian(width, width, draw))
+        blocks.append((q * r.diagonal().sign()).mT)  # the signs make the directions uniform
+    return torch.cat(blocks)[:rows] * gaussian(rows, width, draw).norm(dim=1, keepdim=True)

@@ -1,0 +1,183 @@
+"""The operators `subquad::selected` and `subquad::selected_backward`: computation, shapes, derivative, FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from subquad.kernels.merge.op import merge, merge_backward
+from subquad.supports.patterns import Blocks
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+TILE = 64  # queries that are multiplied together
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    *,
+    block: int,
+    scale: float,
+    key_mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """q, k, v (B, H, n, d); chosen int64 (B, H, n, t): the blocks that a query sees beside its own, -1 = none.
+
+    A chosen block lies wholly before the query's own, has a real key, and is chosen once. key_mask bool (B, n),
+    lengths int64 (B,): what exists. Half precision is computed in float32.
+    """
+    work = torch.promote_types(q.dtype, torch.float32)
+    x, y, z = (t.to(work).contiguous() for t in (q, k, v))
+    return selected(x, y, z, chosen, key_mask, lengths, block, scale)[0].to(q.dtype)
+
+
+class _Visit(NamedTuple):
+    """The queries of one sequence that chose one block."""
+
+    sequence: int  # b·H + h
+    queries: Tensor  # (r,)
+    keys: slice
+    mask: Tensor | None  # what is added to the scores, (1, 1, 1, block); None = every key exists
+
+
+def _visits(chosen: Tensor, key_mask: Tensor | None, block: int) -> Iterator[_Visit]:
+    heads, (n, t) = chosen.shape[1], chosen.shape[2:]
+    if t == 0:
+        return
+    blocks = -(-n // block)
+    flat = chosen.reshape(-1, n * t)
+    for sequence, order in enumerate(flat.argsort(dim=1, stable=True)):  # by block, and by query inside a block
+        stops = torch.bincount(flat[sequence] + 1, minlength=blocks + 1).cumsum(0).tolist()
+        for number in range(blocks):
+            if stops[number] < stops[number + 1]:
+                keys = slice(number * block, (number + 1) * block)
+                real = None if key_mask is None else key_mask[sequence // heads, keys]
+                mask = None
+                if real is not None and not bool(real.all()):
+                    mask = torch.where(real, 0.0, -torch.inf).view(1, 1, 1, -1)
+                yield _Visit(sequence, order[stops[number] : stops[number + 1]] // t, keys, mask)
+
+
+def _own(key_mask: Tensor | None, lengths: Tensor | None, block: int, n: int, scale: float) -> tuple:
+    """The remaining arguments of the merge operators, for the own block."""
+    valid = [] if key_mask is None else [key_mask[:, None]]
+    return valid, lengths, None, Blocks(causal=True, size=block).text, "union", n, scale, 0.0
+
+
+@torch.library.custom_op("subquad::selected", mutates_args=())
+def selected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chosen: Tensor,
+    key_mask: Tensor | None,
+    lengths: Tensor | None,
+    block: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, n, d) and logsumexp (B, H, n), -inf where a query sees nothing."""
+    out, lse = merge(q, [k], [v], *_own(key_mask, lengths, block, q.shape[2], scale))
+    x, y, z, o, s = (t.flatten(0, 1) for t in (q, k, v, out, lse))  # views (G, n, d) and (G, n)
+    for g, rows, keys, mask in _visits(chosen, key_mask, block):
+        mask = None if mask is None else mask.to(q.dtype)
+        new, here = _attend(x[g], rows, y[g, keys], z[g, keys], mask, scale)  # (r, d), (r,)
+        before = s[g, rows]
+        total = torch.logaddexp(before, here)
+        o[g, rows] = o[g, rows] * (before - total).exp()[:, None] + new * (here - total).exp()[:, None]
+        s[g, rows] = total
+    return out, lse
+
+
+def _attend(q: Tensor, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Some rows of q (n, d) to one block. In tiles of a fixed height: how a matrix product rounds a row depends on the
+    number of rows, and so a query would change in the last digit with what later queries choose.
+    """
+    count = len(rows)
+    tiles = q[F.pad(rows, (0, -count % TILE))].unflatten(0, (-1, TILE))[None]  # (1, A, TILE, d)
+    keys, values = (t.expand(1, tiles.shape[1], *t.shape) for t in (k, v))
+    out, lse = _flash(tiles, keys, values, attn_mask=mask, scale=scale)
+    return out.flatten(0, 2)[:count], lse.flatten()[:count]
+
+
+@torch.library.custom_op("subquad::selected_backward", mutates_args=())
+def selected_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    chosen: Tensor,
+    key_mask: Tensor | None,
+    lengths: Tensor | None,
+    block: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    grad = grad.contiguous()
+    dq, dk, dv = merge_backward(grad, q, [k], [v], out, lse, *_own(key_mask, lengths, block, q.shape[2], scale))
+    flat = [t.flatten(0, 1)[None] for t in (grad, q, k, v, out, lse)]  # (1, G, n, d) and (1, G, n)
+    a, b, c = (t.flatten(0, 1) for t in (dq, dk, dv))
+    for g, rows, keys, mask in _visits(chosen, key_mask, block):
+        mask = None if mask is None else mask.to(q.dtype)
+        dout, x, o, s = (flat[i][:, g : g + 1, rows] for i in (0, 1, 4, 5))
+        y, z = (flat[i][:, g : g + 1, keys] for i in (2, 3))
+        changes = _flash_backward(dout, x, y, z, o, s, 0.0, False, attn_mask=mask, scale=scale)
+        a[g, rows] += changes[0][0, 0]
+        b[g, keys] += changes[1][0, 0]
+        c[g, keys] += changes[2][0, 0]
+    return dq, dk, dv
+
+
+@selected.register_fake
+def _(q, k, v, chosen, key_mask, lengths, block, scale):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3])
+
+
+@selected_backward.register_fake
+def _(grad, q, k, v, *about):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, chosen, key_mask, lengths, *ctx.about = inputs
+    ctx.save_for_backward(q, k, v, *output, chosen, key_mask, lengths)
+
+
+def _gradient(ctx, grad, grad_lse):
+    return *selected_backward(grad, *ctx.saved_tensors, *ctx.about), *[None] * 5
+
+
+def _no_second_derivative(ctx, *grads):
+    raise NotImplementedError("selected_attention has no second derivative")
+
+
+selected.register_autograd(_gradient, setup_context=_save)
+selected_backward.register_autograd(_no_second_derivative)
+
+
+def _pairs(chosen: Tensor, block: int) -> int:
+    """Pairs of queries and keys: half of the own block on average, and all of the chosen ones."""
+    return chosen.numel() * block + chosen.shape[0] * chosen.shape[1] * chosen.shape[2] * (block + 1) // 2
+
+
+# A forward multiplies every pair twice (scores, sums), a backward five times; one multiply-add = 2.
+
+
+@register_flop_formula(torch.ops.subquad.selected, get_raw=True)
+def _flops(q, k, v, chosen, key_mask, lengths, block, scale, *args, out_val=None, **kwargs) -> int:
+    return 4 * q.shape[3] * _pairs(chosen, block)
+
+
+@register_flop_formula(torch.ops.subquad.selected_backward, get_raw=True)
+def _backward_flops(grad, q, k, v, out, lse, chosen, key_mask, lengths, block, *args, out_val=None, **kwargs) -> int:
+    return 10 * q.shape[3] * _pairs(chosen, block)
