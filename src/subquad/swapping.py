@@ -47,12 +47,12 @@ def swap(
             raise type(error)(f"{name or type(model).__name__}: {error}") from None
         own = dict(layer.named_parameters())
         new += [f"{name}.{key}".lstrip(".") for key, _ in made[name].named_parameters() if key not in own]
-    for name, layer in made.items():
+    for name, ours in made.items():
         parent, _, child = name.rpartition(".")
         if name:
-            setattr(model.get_submodule(parent), child, layer)
+            setattr(model.get_submodule(parent), child, ours)
         else:
-            model = layer
+            model = ours
     return Swapped(model, tuple(made), tuple(new))
 
 

@@ -128,8 +128,8 @@ def drop_keys(v: Tensor, call: Call) -> Tensor:
     b, h, m, _ = v.shape
     instance = torch.arange(b * h, device=v.device).view(b, h, 1)
     column = ranks(call.key_mask, b, m, m, v.device)[1][:, None]  # (B, 1, m)
-    factors = dropout_factors(call.seed.to(v.device), call.dropout, instance, torch.zeros_like(column), column)
-    return v * factors[..., None].to(v.dtype)
+    seed, row = call.seed.to(v.device), torch.zeros_like(column)
+    return v * dropout_factors(seed, call.dropout, instance, row, column, v.dtype)[..., None]
 
 
 def masked_map(
