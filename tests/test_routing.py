@@ -127,7 +127,7 @@ def test_micro_batches_processes_and_checkpoints_add_up(name):
 def test_update_is_the_declared_average_and_finds_clusters():
     module = make("routing", num_heads=1, clusters=2, decay=0.5).train()
     q, k, v = inputs(6, heads=1)
-    cluster = module.assign(q, k, module._call(_rows(None), None))[:, 0]  # (B, n)
+    cluster = module.assign(q, k, module._call(_rows(None), None, 0))[:, 0]  # (B, n)
     x = ((F.normalize(q, dim=-1) + F.normalize(k, dim=-1)) / math.sqrt(2))[:, 0]
     expected = module.centroids[0].clone()
     for c in range(2):
@@ -140,7 +140,7 @@ def test_update_is_the_declared_average_and_finds_clusters():
     q = (side[label] + 0.05 * torch.randn(40, 8, dtype=torch.float64))[None, None]
     for _ in range(50):
         module.update(module.observe(q, q, q)[1].statistics)
-    found = module.assign(q, q, module._call(_rows(None), None))[0, 0]
+    found = module.assign(q, q, module._call(_rows(None), None, 0))[0, 0]
     assert (found == found[0]).equal(label == 0)
 
 
@@ -151,7 +151,7 @@ def _rows(key_mask):
 
 
 def test_routing_is_combiner_routing_without_the_summaries():
-    xs, call = inputs(30), make("routing")._call(_rows(None), None)
+    xs, call = inputs(30), make("routing")._call(_rows(None), None, 0)
     one, two = make("routing"), make("combiner-routing")
     assert torch.equal(one.centroids, two.centroids)
     own = one.weights(*xs[:2]) > 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import subquad
+from subquad.attention.base import Call
 from subquad.supports import partitions
 from subquad.theory import check, prove, theorem1
 from subquad.theory.combiner import direct_sets, proposition1
@@ -147,7 +148,7 @@ def weights_and_plan(spec: str, n: int, causal: bool):
     q, k = torch.randn(2, 1, 1, n, 4, dtype=torch.float64)
     (plan,) = plans_of(a)
     if hasattr(a, "assign"):  # the clusters depend on q and k
-        plan = partitions.Routing(causal=causal, assignment=tuple(a.assign(q, k)[0, 0].tolist()))
+        plan = partitions.Routing(causal=causal, assignment=tuple(a.assign(q, k, Call())[0, 0].tolist()))
     return a.weights(q, k)[0, 0], plan
 
 

@@ -111,7 +111,8 @@ class CombinerMixture(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         shares_direct = set(self.options.plans) <= {"axial-vertical", "axial-horizontal"}
         if not self.options.joint and (call.dropout or not shares_direct):
-            return mean(component.attend(q, k, v, call) for component in self.parts())
+            out = mean(component.attend(q, k, v, call) for component in self.parts())
+            return out if call.lengths is None else _cut(out, call.lengths)
         work = torch.promote_types(q.dtype, torch.float32)
         tokens = Tokens(q.to(work), k.to(work), v.to(work), call)
         return (self._joint(tokens) if self.options.joint else self._mean(tokens)).to(q.dtype)
@@ -168,6 +169,12 @@ class CombinerMixture(Attention):
         """Directly where any component does so."""
         drawn = torch.stack([component.picture(n) for component in self.parts()])  # (M, n, n)
         return torch.where((drawn == 1).any(0), 1, drawn.amax(0))
+
+
+def _cut(x: Tensor, lengths: Tensor) -> Tensor:
+    """0 behind the end of each row: (B, H, n, d)."""
+    outside = torch.arange(x.shape[2], device=x.device) >= lengths[:, None]
+    return x.masked_fill(outside[:, None, :, None], 0)
 
 
 def mean(tensors: Iterable[Tensor]) -> Tensor:

@@ -264,7 +264,7 @@ class Random(PatternAttention):
         density: float = option(0.1, "share of the keys that a query draws", gt=0, le=1)
         seed: int = option(0, "seed of the draw", ge=0)
         shared: bool = option(False, "one graph for all heads and layers instead of one each")
-        heads: Literal["multihead"] = option("multihead", "every head has a graph of its own, or all share one")
+        heads: Literal["sequential", "union", "multihead"] = option("multihead", "multihead: every head its own graph")
 
 
 class Longformer(PatternAttention):
