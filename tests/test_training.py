@@ -24,7 +24,7 @@ from subquad.tasks import task
 from subquad.training import checkpoints, log, statistics, use
 from subquad.training.compare import Comparison, check, pending, prepare, rows, write
 from subquad.training.connections import connections
-from subquad.training.run import Interrupted, Run, check_attention, train
+from subquad.training.run import Interrupted, Run, check_specs, train
 from subquad.training.trainer import RunTrainer
 from training_runs import TINY, losses, one_thread, start_two, tiny
 
@@ -133,7 +133,7 @@ def test_impossible_attention_is_refused_before_anything_is_written(tmp_path, mo
     try:
         causal = task("copying-causal", "small")
         with pytest.raises(ValueError, match="both-ways-only: causal=True is not supported"):
-            check_attention(causal, ["both-ways-only"])
+            check_specs(causal, ["both-ways-only"])
     finally:
         unregister("both-ways-only")
     with pytest.raises(ValueError, match="unknown attention 'ful'"):

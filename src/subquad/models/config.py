@@ -159,7 +159,7 @@ class SubquadConfig(PreTrainedConfig):
                 f"{self.num_attention_heads} with {name}, not {self.head_dim}"
             )
 
-    def check_attention(self, *, causal: bool) -> None:
+    def check_layers(self, *, causal: bool) -> None:
         """Make every layer's mechanism once, so that an impossible combination is refused before anything is built."""
         for index in range(min(self.num_hidden_layers, len(self.specs))):
             spec, options = self.layer_options(index, causal=causal)

@@ -22,6 +22,7 @@ from subquad.core.options import split_spec
 from subquad.testing.behaviour import (
     any_layout_and_dtype,
     bad_input_is_refused,
+    batch_is_its_parts,
     compiles,
     copies_and_seeds,
     dropout_is_fair,
@@ -57,6 +58,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         nan_stays_where_it_is,
         no_state_between_calls,
         leaves_no_trace,
+        batch_is_its_parts,
         any_layout_and_dtype,
         compiles,
         copies_and_seeds,
@@ -70,6 +72,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 ONCE = {
     "any_layout_and_dtype",
     "bad_input_is_refused",
+    "batch_is_its_parts",
     "compiles",
     "copies_and_seeds",
     "dropout_is_fair",

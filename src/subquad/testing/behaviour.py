@@ -42,6 +42,26 @@ def leaves_no_trace(case: Case) -> None:
         close(a, b, 1e-12, f"gradient checkpointing: gradient of {name}")
 
 
+def batch_is_its_parts(case: Case) -> None:
+    """A batch in two parts, as accumulation and several processes have it, gives the same values and gradients."""
+    module = case.make()
+    xs = [x.requires_grad_() for x in case.inputs(17, batch=4)]
+    if case.able.stochastic:
+        return  # each batch element draws for itself, by its number in the batch
+    whole = case.run(module, xs)
+    parts = [case.run(module, [x[a : a + 2] for x in xs]) for a in (0, 2)]
+    close(torch.cat(parts), whole, 1e-12, "value of a batch in two parts")
+    pairs = zip(gradients(torch.cat(parts), xs, module), gradients(whole, xs, module), strict=True)
+    for name, (a, b) in zip(gradient_names(case, module), pairs, strict=True):
+        close(a, b, 1e-9, f"gradient of {name} of a batch in two parts")
+    if case.is_layer:
+        return
+    module.train()
+    records = [module.observe(*ys)[1] for ys in (xs, [x[:2] for x in xs], [x[2:] for x in xs])]
+    if records[0].statistics is not None:
+        close(records[1].statistics + records[2].statistics, records[0].statistics, 1e-9, "statistics of two parts")
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """What every submodule's __dict__ holds, by identity; parameters and buffers are compared by value elsewhere."""
     return {

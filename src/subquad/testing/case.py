@@ -112,8 +112,8 @@ class Foreign(Case):
     definition: Callable[..., Tensor] = lambda *given: given[2]
     capabilities: Capabilities = field(default_factory=Capabilities)
     cannot: ClassVar[frozenset[str]] = frozenset(
-        {"weights_are_probabilities", "grouped_heads", "leaves_no_trace", "dropout_is_fair", "grows_as_declared",
-         "bad_input_is_refused"}
+        {"weights_are_probabilities", "grouped_heads", "leaves_no_trace", "batch_is_its_parts", "dropout_is_fair",
+         "grows_as_declared", "bad_input_is_refused"}
     )  # fmt: skip
 
     @classmethod

@@ -28,7 +28,7 @@ from subquad.training import log, speed
 from subquad.training.callbacks import SIGNALS
 from subquad.training.folder import check_out
 from subquad.training.lock import holder, locked, refusal
-from subquad.training.run import Run, check_attention, make_arguments, slug, versions, was
+from subquad.training.run import Run, check_specs, make_arguments, slug, versions, was
 from subquad.training.run import clear as clear_run
 
 
@@ -61,7 +61,7 @@ def check(comparison: Comparison) -> None:
     """
     task = make_task(comparison.task, comparison.recipe, comparison.settings, comparison.data)
     for attention in comparison.attentions:
-        check_attention(task, attention.split("|"))
+        check_specs(task, attention.split("|"))
         make_arguments(Run(task, attention.split("|"), comparison.out))
     comparison.guessing = asdict(guess(task, task.load()))
 

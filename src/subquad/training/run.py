@@ -35,7 +35,7 @@ from subquad.training.folder import clear, was
 from subquad.training.processes import TO_RESUME, main_process, naming_the_dead, world_size
 from subquad.training.trainer import Resume, RunTrainer, evaluation_seed, make_arguments, make_trainer, seeded
 
-__all__ = ["Interrupted", "Run", "check_attention", "clear", "main_process", "make_arguments", "make_model", "slug",
+__all__ = ["Interrupted", "Run", "check_specs", "clear", "main_process", "make_arguments", "make_model", "slug",
            "train", "versions", "was"]  # fmt: skip
 
 
@@ -69,7 +69,7 @@ class Run:
         return f"{self.task.name} · {'+'.join(self.attention)} · seed {self.seed}"
 
 
-def check_attention(task: Task, specs: list[str]) -> None:
+def check_specs(task: Task, specs: list[str]) -> None:
     """Refuse an attention that cannot do the task, before anything is loaded or written."""
     r, directions = task.recipe, (False, True) if task.head == "seq2seq" else (HEADS[task.head].causal,)
     if r.width % r.heads:
@@ -79,12 +79,12 @@ def check_attention(task: Task, specs: list[str]) -> None:
         max_position_embeddings=r.length, attention=specs, attention_dropout=r.attention_dropout,
     )  # fmt: skip
     for causal in directions:
-        config.check_attention(causal=causal)
+        config.check_layers(causal=causal)
 
 
 def train(run: Run, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """Train to the end, or continue where a killed run stopped. Returns what result.json holds."""
-    check_attention(run.task, run.attention)
+    check_specs(run.task, run.attention)
     state = PartialState(cpu=not torch.cuda.is_available())  # joins the other processes, if there are any
     if resume and not overwrite and (run.out / folder.RUN).exists() and (found := log.read_result(run.out)):
         folder.check_same(run)
