@@ -178,13 +178,17 @@ class Attention(nn.Module):
         project: Any,
         key_mask: Tensor | None,
         seed: Tensor | None = None,
+        *,
+        want_record: bool = False,
     ) -> tuple[Tensor, Record]:
-        """Tokens (B, n, E) and the layer's projections → heads side by side, (B, n, H·d), and the record of the call.
+        """Tokens (B, n, E) and the layer's projections → heads side by side, (B, n, H·d), and the record of the call,
+        an empty one unless it is wanted.
 
         A mechanism of level "layer" (one that projects more than once) overrides this one instead of `attend`.
         """
         q, k, v = project.together(query, key, value)  # (B, H, n, d)
-        out, record = self.observe(q, k, v, key_mask=key_mask, seed=seed)
+        about: dict[str, Any] = {"key_mask": key_mask, "seed": seed}
+        out, record = self.observe(q, k, v, **about) if want_record else (self(q, k, v, **about), Record())
         return out.transpose(1, 2).flatten(2), record
 
     def token_weights(

@@ -206,7 +206,7 @@ class CompositeSlice(Attention):
 
     # ---- the fast path ----
 
-    def attend_tokens(self, query, key, value, project, key_mask, seed=None):
+    def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False):
         self._check(query, key, value, key_mask)
         rows = Rows.of(key_mask, align=True)
         tokens = _each(lambda x: _clean(rows.align(x[:, None])[:, 0], rows.key_mask), (query, key, value))

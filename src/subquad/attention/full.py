@@ -72,9 +72,9 @@ class Full(Attention):
         full = full.tril() if self.options.causal else full  # (n or 1, m)
         return full if seen is None else full & seen
 
-    def attend_tokens(self, query, key, value, project, key_mask, seed=None, seen=None):
+    def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False, seen=None):
         if seen is None:
-            return super().attend_tokens(query, key, value, project, key_mask, seed)
+            return super().attend_tokens(query, key, value, project, key_mask, seed, want_record=want_record)
         q, k, v = project.together(query, key, value)  # (B, H, n, d)
         self._validate(q, k, v, key_mask)
         rows, q, k, v = self._begin(q, k, v, key_mask)
@@ -104,7 +104,9 @@ def sdpa(q, k, v, mask: Tensor | None, *, causal: bool, scale: float, call: Call
     else:
         grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped)
-    out = out.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan)  # the fused kernel may give 0 for such a query
+    lost = q.sum(-1, keepdim=True).isnan()  # the fused kernel may give 0 for a query that is not a number
+    if torch.compiler.is_compiling() or bool(lost.any()):
+        out = out.masked_fill(lost, torch.nan)
     return (out if empty is None else out.masked_fill(empty, 0)).to(kind)
 
 

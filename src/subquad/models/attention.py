@@ -103,8 +103,8 @@ class AttentionLayer(nn.Module):
         if want_weights and drawn is None and mechanism.is_random:
             drawn = draw_seed()  # the output and the record must speak of the same sampled graph
         with weights_at_hand(mechanism):
-            y, record = mechanism.attend_tokens(x, keys, keys, project, key_mask, drawn)  # (B, n, H·d)
-        record = record if want_record else Record()
+            about = (x, keys, keys, project, key_mask, drawn)
+            y, record = mechanism.attend_tokens(*about, want_record=want_record)  # (B, n, H·d)
         if not want_weights:
             return self.out_proj(y), record, None
         with weights_at_hand(mechanism):

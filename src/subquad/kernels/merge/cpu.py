@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from functools import lru_cache
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from subquad.supports.parts import Grid, Part, Plan
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 SMALL_MASK = 1 << 23  # masks of up to this many entries are made for all heads of all batch elements at once
-KEPT_MASK = 1 << 19  # masks up to this many entries are kept between calls, larger ones are made anew
+KEPT_BYTES = 1 << 26  # masks are kept between calls, the most recent ones, up to this many bytes
 
 
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
@@ -137,12 +138,40 @@ def _numbers(part: Part, plan: Plan) -> list[int]:
     return [number for start in starts for number in plan.drawn[start : start + part.draws]]
 
 
-@lru_cache(maxsize=256)
-def _kept_mask(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    allowed = torch.from_numpy(part.allowed())  # (A or 1, L, S)
-    empty = ~allowed.any(-1)  # (A or 1, L)
-    additive = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
-    return additive, (empty if bool(empty.any()) else None)
+class _MaskCache:
+    """Masks of parts, the most recent ones, up to a number of bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes, self.lock = limit, 0, Lock()
+        self.kept: OrderedDict[tuple[Part, torch.dtype], tuple[Tensor, Tensor | None]] = OrderedDict()
+
+    def __call__(self, part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """What the part's rule adds to the scores, (A or 1, L, S), and which rows see nothing, (A or 1, L) or None."""
+        with self.lock:
+            found = self.kept.get((part, dtype))
+            if found is not None:
+                self.kept.move_to_end((part, dtype))
+                return found
+        found = self._make(part, dtype)
+        size = found[0].numel() * found[0].element_size()
+        with self.lock:
+            if size <= self.limit // 8 and (part, dtype) not in self.kept:
+                self.kept[part, dtype] = found
+                self.bytes += size
+            while self.bytes > self.limit:
+                _, (mask, _) = self.kept.popitem(last=False)
+                self.bytes -= mask.numel() * mask.element_size()
+        return found
+
+    @staticmethod
+    def _make(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        allowed = torch.from_numpy(part.allowed())  # (A or 1, L, S)
+        empty = ~allowed.any(-1)  # (A or 1, L)
+        additive = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+        return additive, (empty if bool(empty.any()) else None)
+
+
+_kept_mask = _MaskCache(KEPT_BYTES)
 
 
 def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -152,8 +181,7 @@ def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> t
     """
     mask = empty = None
     if not part.is_triangle and not part.sees_everything:
-        kept = part.queries.length * part.keys.length <= KEPT_MASK
-        mask, empty = (_kept_mask if kept else _kept_mask.__wrapped__)(part, dtype)
+        mask, empty = _kept_mask(part, dtype)
         mask, empty = mask[None], None if empty is None else empty[None]
     if valid is None:
         return mask, empty
