@@ -46,6 +46,7 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "luna": "subquad.attention.luna:Luna",
     "fnet": "subquad.attention.fnet:FNet",
     "fmmformer": "subquad.attention.fmmformer:FMMformer",
+    "sinkhorn": "subquad.attention.sinkhorn:Sinkhorn",
     "moba": "subquad.attention.moba:MoBA",
 }
 
