@@ -17,6 +17,7 @@ from subquad.kernels.fourier import fourier_mix
 from subquad.kernels.linear import kernel_sums
 from subquad.kernels.linear.reference import kernel_weights, normalised
 from subquad.kernels.selected.op import selected
+from subquad.supports.longshort import LongShort
 
 close = torch.testing.assert_close
 
@@ -406,3 +407,25 @@ def test_sinkhorn_with_a_swap_attends_to_the_other_block(monkeypatch):
 def test_sortcut_has_no_causal_form():
     with pytest.raises(ValueError, match="sortcut must be None with causal=True"):
         make("sinkhorn", sortcut=2, causal=True, max_length=8)
+
+
+# ---- Long-Short ----
+
+
+@given(n=st.integers(1, 90), window=st.integers(1, 9), rank=st.integers(1, 12), causal=st.booleans())
+def test_the_plan_of_long_short_covers_its_sets(n, window, rank, causal):
+    sets = LongShort(causal=causal, window=window, rank=rank, segment=7)
+    wanted = [sets.near(n).long(), sets.far(n).long()]
+    counts = [torch.zeros_like(x) for x in wanted]
+    for part in sets.plan(n, "main").parts:
+        queries, keys, allowed = part.queries.places(), part.keys.places(), part.allowed()
+        for a, rows in enumerate(queries):
+            for r, key in zip(*allowed[a % len(allowed)].nonzero(), strict=True):
+                counts[part.source][rows[r], keys[a][key]] += 1
+    assert all(torch.equal(a, b) for a, b in zip(counts, wanted, strict=True))
+
+
+def test_long_short_brings_both_kinds_of_keys_to_one_scale():
+    q, k, v = inputs(20)
+    module = make("long-short", window=4, rank=2)
+    close(module(q, 1e4 * k, 1e4 * v), module(q, 2e4 * k, 2e4 * v), rtol=1e-5, atol=1e-5)
