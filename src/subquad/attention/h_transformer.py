@@ -17,6 +17,7 @@ as it has tokens. Dropout drops a key for all queries of a head at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class HTransformer(Attention):
     paper = "Zhu and Soricut 2021"
     cost = "n·block, causal n·block·log n"
     exponent = 1.0
-    examples = ({"block": 4},)
+    examples = ({}, {"block": 4})
     gallery = {"block": 4}
 
     @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,8 @@ class HTransformer(Attention):
     # ---- the fast path ----
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        kind, work, n = q.dtype, torch.promote_types(q.dtype, torch.float32), q.shape[2]
+        kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        n = index(q.shape[2])  # the number of levels follows from it: a compiled graph is one for this length
         count = self.levels(n)
         rest = -n % (self.options.block << (count - 1))
         q, k, v = (F.pad(x.to(work), (0, 0, 0, rest)) for x in (q, k, drop_keys(v, call)))
