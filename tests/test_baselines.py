@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import subquad
+from subquad.attention.base import Call
 from subquad.attention.performer import gaussian_orthogonal
 from subquad.kernels.fourier import fourier_mix
 from subquad.kernels.linear import kernel_sums
 from subquad.kernels.linear.reference import kernel_weights, normalised
 from subquad.kernels.selected.op import selected
+from subquad.supports.longshort import LongShort
 
 close = torch.testing.assert_close
 
@@ -370,3 +372,60 @@ def test_selected_attention_passes_opcheck():
 def test_moba_is_causal_only():
     with pytest.raises(ValueError, match="causal=False is not supported"):
         make("moba")
+
+
+# ---- Sinkhorn ----
+
+
+def sorting_of(module, k):
+    from_keys = module._blocks(k, k, Call())
+    return from_keys.sorting[0]
+
+
+def test_sinkhorn_sorts_by_a_doubly_stochastic_matrix():
+    _, k, _ = inputs(12)
+    sorting = sorting_of(make("sinkhorn", block=3, max_length=12, iterations=300), k)
+    close(sorting.sum(1), torch.ones(2, 4).double(), rtol=1e-4, atol=1e-4)
+    close(sorting.sum(2), torch.ones(2, 4).double())
+
+
+def test_causal_sinkhorn_takes_only_earlier_blocks():
+    _, k, _ = inputs(12)
+    sorting = sorting_of(make("sinkhorn", block=3, max_length=12, causal=True), k)
+    assert not sorting.triu().any()
+    close(sorting.sum(2)[:, 1:], torch.ones(2, 3).double())
+
+
+def test_sinkhorn_with_a_swap_attends_to_the_other_block(monkeypatch):
+    q, k, v = inputs(6)
+    module = make("sinkhorn", block=3, max_length=6)
+    swap = torch.eye(2).flip(0).double().expand(1, 2, 2, 2)
+    monkeypatch.setattr(module, "_sorting", lambda keys, exist: swap)
+    close(module(q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
+def test_sortcut_has_no_causal_form():
+    with pytest.raises(ValueError, match="sortcut must be None with causal=True"):
+        make("sinkhorn", sortcut=2, causal=True, max_length=8)
+
+
+# ---- Long-Short ----
+
+
+@given(n=st.integers(1, 90), window=st.integers(1, 9), rank=st.integers(1, 12), causal=st.booleans())
+def test_the_plan_of_long_short_covers_its_sets(n, window, rank, causal):
+    sets = LongShort(causal=causal, window=window, rank=rank, segment=7)
+    wanted = [sets.near(n).long(), sets.far(n).long()]
+    counts = [torch.zeros_like(x) for x in wanted]
+    for part in sets.plan(n, "main").parts:
+        queries, keys, allowed = part.queries.places(), part.keys.places(), part.allowed()
+        for a, rows in enumerate(queries):
+            for r, key in zip(*allowed[a % len(allowed)].nonzero(), strict=True):
+                counts[part.source][rows[r], keys[a][key]] += 1
+    assert all(torch.equal(a, b) for a, b in zip(counts, wanted, strict=True))
+
+
+def test_long_short_brings_both_kinds_of_keys_to_one_scale():
+    q, k, v = inputs(20)
+    module = make("long-short", window=4, rank=2)
+    close(module(q, 1e4 * k, 1e4 * v), module(q, 2e4 * k, 2e4 * v), rtol=1e-5, atol=1e-5)

@@ -47,6 +47,9 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "luna": "subquad.attention.luna:Luna",
     "fnet": "subquad.attention.fnet:FNet",
     "fmmformer": "subquad.attention.fmmformer:FMMformer",
+    "sinkhorn": "subquad.attention.sinkhorn:Sinkhorn",
+    "h-transformer-1d": "subquad.attention.h_transformer:HTransformer",
+    "long-short": "subquad.attention.long_short:LongShort",
     "moba": "subquad.attention.moba:MoBA",
 }
 
