@@ -208,9 +208,11 @@ def _attend(q: Tensor, views: _Views, scale: float) -> tuple[Tensor, Tensor]:
     else:
         triangle = mask is None and part.is_triangle
         out, lse = _flash(x, views.keys, views.values, 0.0, triangle, attn_mask=mask, scale=scale)
-        if bool((lse == 0).any()):  # the kernel may report 0 for a query that is not a number
+        zero = lse == 0 if empty is None else (lse == 0) & ~empty
+        if bool(zero.any()):  # the kernel may report 0 for a query that is not a number
             lost = x.sum(-1).isnan()  # (G, A, L)
-            out, lse = out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
+            if bool(lost.any()):
+                out, lse = out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
     if empty is not None:  # the flash kernel reports 0 for such a row
         lse = lse.masked_fill(empty, -torch.inf)
         if part.is_self:
