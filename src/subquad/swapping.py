@@ -17,9 +17,7 @@ class Swapped(NamedTuple):
     new_parameters: tuple[str, ...]
 
     def __str__(self) -> str:
-        layers = (
-            f"replaced {len(self.replaced)} layers: {', '.join(name or 'the module itself' for name in self.replaced)}"
-        )
+        layers = f"layers replaced: {', '.join(name or 'the module itself' for name in self.replaced)}"
         new = f"{len(self.new_parameters)} new parameters to train: {', '.join(self.new_parameters)}"
         return f"{layers}\n{new if self.new_parameters else 'no new parameters'}"
 

@@ -99,7 +99,9 @@ class Attention(nn.Module):
     # ---- what a mechanism writes ----
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """The fast path: (B, H, n, d). Where the mechanism is positional, rows start at slot 0 and end at `lengths`."""
+        """The fast path: (B, H, n, d). Where the mechanism is positional, rows start at slot 0 and end at `lengths`;
+        what it gives behind the end of a row must be 0.
+        """
         raise TypeError(f"{self.name} does not work on q, k, v")
 
     def attend_observed(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Record]:

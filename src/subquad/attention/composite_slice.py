@@ -142,7 +142,7 @@ def _each(change: Callable[[Tensor], Tensor], tokens: Tokens) -> Tokens:
 
 
 class CompositeSlice(Attention):
-    """Composite Slice attention; see the module docstring."""
+    __doc__ = __doc__
 
     Options = SliceOptions
     capabilities = Capabilities(level="layer", weights=False)

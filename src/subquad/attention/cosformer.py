@@ -26,7 +26,7 @@ from subquad.attention.outputs import within_rows
 
 
 class Cosformer(KernelAttention):
-    """cosFormer; see the module docstring."""
+    __doc__ = __doc__
 
     paper = "Qin et al. 2022"
     cost = "n·d"

@@ -37,7 +37,7 @@ from subquad.supports.support import text_of
 
 
 class FMMformer(Attention):
-    """FMMformer; see the module docstring."""
+    __doc__ = __doc__
 
     family = "kernel"
     paper = "Nguyen et al. 2021"

@@ -26,7 +26,7 @@ from subquad.kernels.fourier import fourier_mix
 
 
 class FNet(OutputAttention):
-    """FNet; see the module docstring."""
+    __doc__ = __doc__
 
     capabilities = Capabilities(causal=False, weights=False)
     family = "fixed mixing"

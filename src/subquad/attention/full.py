@@ -36,7 +36,7 @@ class MapOptions(Options):
 
 
 class Full(Attention):
-    """Full attention; see the module docstring."""
+    __doc__ = __doc__
 
     Options = MapOptions
     capabilities = Capabilities(cross=True)

@@ -63,7 +63,7 @@ def refuse_scale(name: str, options: Any) -> None:
 
 
 class Linear(KernelAttention):
-    """Linear attention; see the module docstring."""
+    __doc__ = __doc__
 
     capabilities = Capabilities(cross=True)
     paper = "Katharopoulos et al. 2020"

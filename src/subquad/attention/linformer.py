@@ -25,7 +25,7 @@ from subquad.core.options import option
 
 
 class Linformer(OutputAttention):
-    """Linformer; see the module docstring."""
+    __doc__ = __doc__
 
     capabilities = Capabilities(causal=False, needs_max_length=True, weights=False)
     family = "low rank"

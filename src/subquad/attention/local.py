@@ -17,7 +17,7 @@ from subquad.supports.patterns import Blocks, Longformer, Pattern
 
 
 class Local(PatternAttention):
-    """Local attention; see the module docstring."""
+    __doc__ = __doc__
 
     paper = "Ren et al. 2021, table 5"
     cost = "n·window"

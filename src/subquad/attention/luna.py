@@ -33,7 +33,7 @@ from subquad.kernels.linear import kernel_sums
 
 
 class Luna(OutputAttention):
-    """Luna; see the module docstring."""
+    __doc__ = __doc__
 
     capabilities = Capabilities(weights=False)
     family = "memory"

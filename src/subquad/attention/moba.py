@@ -28,7 +28,7 @@ from subquad.probability import Softmax
 
 
 class MoBA(Attention):
-    """MoBA; see the module docstring."""
+    __doc__ = __doc__
 
     capabilities = Capabilities(bidirectional=False)
     family = "selected blocks"

@@ -32,7 +32,7 @@ from subquad.core.options import option
 
 
 class Nystrom(OutputAttention):
-    """Nyströmformer; see the module docstring."""
+    __doc__ = __doc__
 
     capabilities = Capabilities(causal=False, weights=False)
     family = "low rank"

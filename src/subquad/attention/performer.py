@@ -33,7 +33,7 @@ LOWEST = -1e30  # the maximum of no key: far below every exponent, and still a n
 
 
 class Performer(KernelAttention):
-    """Performer; see the module docstring."""
+    __doc__ = __doc__
 
     capabilities = Capabilities(cross=True)
     paper = "Choromanski et al. 2021"

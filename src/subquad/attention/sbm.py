@@ -15,6 +15,9 @@ cross-attention the window compares positions counted from 0 on both sides.
 
 Sampling is not switched off in evaluation: everything random follows from the seed of the call. The random numbers of a
 pair go by the ranks of its tokens among the real tokens of their row, so padding never moves them.
+
+The record of a call has `density` (H,), sampled edges / possible edges per head, padding not counted; `path` "edges",
+"dense" or, causal, "both"; in training `auxiliary_loss`, the density loss.
 """
 
 from __future__ import annotations
@@ -54,11 +57,7 @@ class SbmOptions(Options):
 
 
 class Sbm(Attention):
-    """Attention over sampled graphs; see the module docstring.
-
-    The record of a call has `density` (H,), sampled edges / possible edges per head, padding not counted; `path`
-    "edges", "dense" or, causal, "both"; in training `auxiliary_loss`, the density loss.
-    """
+    __doc__ = __doc__
 
     Options = SbmOptions
     capabilities = Capabilities(cross=True, stochastic=True)

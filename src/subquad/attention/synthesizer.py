@@ -30,7 +30,7 @@ from subquad.core.options import option
 
 
 class Synthesizer(Attention):
-    """Synthesizer; see the module docstring."""
+    __doc__ = __doc__
 
     capabilities = Capabilities(needs_max_length=True)
     family = "dense"
