@@ -236,3 +236,25 @@ def test_swap_says_what_is_new_and_changes_nothing_on_an_error():
     assert type(model[0]) is nn.MultiheadAttention
     with pytest.raises(ValueError, match=r"Linear has no torch\.nn\.MultiheadAttention"):
         subquad.swap(nn.Linear(2, 2), "full")
+
+
+def test_swap_leaves_cross_attention_and_numbers_the_layers():
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 2)
+    done = subquad.swap(decoder, "strided:w=2", causal=True)
+    assert done.replaced == ("layers.0.self_attn", "layers.1.self_attn")
+    assert done.kept == ("layers.0.multihead_attn", "layers.1.multihead_attn")
+    assert [layer.self_attn.attention.options.layer_index for layer in decoder.layers] == [0, 1]
+    assert "left as they are (cross-attention)" in str(done)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        subquad.swap("encoder", "full")
+
+
+@pytest.mark.parametrize("spec", ["full", "combiner-fixed", "random", "sbm"])
+def test_empty_batches_and_wrong_seeds_are_refused(spec):
+    a, x = subquad.attention(spec, num_heads=2, head_dim=4), torch.randn(2, 2, 5, 4)
+    with pytest.raises(ValueError, match="batch size 0"):
+        a(x[:0], x[:0], x[:0])
+    for wrong in (1.5, torch.tensor(1.5), torch.tensor([1])):
+        with pytest.raises(TypeError, match="seed must be an integer"):
+            a(x, x, x, seed=wrong)
+    torch.testing.assert_close(a(x, x, x, seed=3), a(x, x, x, seed=torch.tensor(3)))

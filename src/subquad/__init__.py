@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from subquad.layers import MultiheadAttention
     from subquad.swapping import swap
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "Attention",
     "Capabilities",

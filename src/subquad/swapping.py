@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from subquad.attention.registry import mechanism
+from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention
 
 
@@ -15,11 +17,13 @@ class Swapped(NamedTuple):
     model: nn.Module
     replaced: tuple[str, ...]
     new_parameters: tuple[str, ...]
+    kept: tuple[str, ...] = ()  # cross-attention of decoders, which the mechanism has no meaning for
 
     def __str__(self) -> str:
         layers = f"layers replaced: {', '.join(name or 'the module itself' for name in self.replaced)}"
         new = f"{len(self.new_parameters)} new parameters to train: {', '.join(self.new_parameters)}"
-        return f"{layers}\n{new if self.new_parameters else 'no new parameters'}"
+        left = f"\nleft as they are (cross-attention): {', '.join(self.kept)}" if self.kept else ""
+        return f"{layers}\n{new if self.new_parameters else 'no new parameters'}{left}"
 
 
 def swap(
@@ -34,13 +38,22 @@ def swap(
     dropout, device, dtype and training mode are kept. Call the layers with need_weights=False: weights cost n². A model
     that was trained with full attention computes another function now: train it after swapping.
     """
-    targets = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.MultiheadAttention)]
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    cls, given = mechanism(split_spec(spec)[0]), {*split_spec(spec)[1], *options}
+    decoders = [part for part in model.modules() if isinstance(part, nn.TransformerDecoderLayer)]
+    kept = set() if cls.capabilities.cross else {id(part.multihead_attn) for part in decoders}
+    found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.MultiheadAttention)]
+    targets = [(name, layer) for name, layer in found if id(layer) not in kept]
     if not targets:
         raise ValueError(f"{type(model).__name__} has no torch.nn.MultiheadAttention to replace")
     made, new = {}, []
-    for name, layer in targets:  # all are made before any is replaced: an error changes nothing
+    for number, (name, layer) in enumerate(targets):  # all are made first: an error changes nothing
+        own_options = dict(options, causal=causal, max_length=max_length)
+        if "layer_index" in cls.Options.__dataclass_fields__ and "layer_index" not in given:
+            own_options["layer_index"] = number  # layers that take turns
         try:
-            made[name] = replacement(layer, spec, causal=causal, max_length=max_length, **options)
+            made[name] = replacement(layer, spec, **own_options)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name or type(model).__name__}: {error}") from None
         own = dict(layer.named_parameters())
@@ -51,7 +64,7 @@ def swap(
             setattr(model.get_submodule(parent), child, ours)
         else:
             model = ours
-    return Swapped(model, tuple(made), tuple(new))
+    return Swapped(model, tuple(made), tuple(new), tuple(name for name, layer in found if id(layer) in kept))
 
 
 def replacement(layer: nn.MultiheadAttention, spec: str, **options: Any) -> MultiheadAttention:

@@ -220,7 +220,7 @@ class Attention(nn.Module):
 
     def _call(self, rows: Rows, seed: Tensor | None, slots: int) -> Call:
         dropout = self.options.dropout if self.training else 0.0
-        seed = draw_seed() if seed is None and self.is_random else seed
+        seed = draw_seed() if seed is None and self.is_random else _checked_seed(seed)
         lengths = rows.lengths if self.positional else None
         return Call(rows.key_mask, lengths, seed, dropout, self.training, slots)
 
@@ -264,6 +264,8 @@ class Attention(nn.Module):
                 raise TypeError(f"{label} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
         if v is not None and v.shape[2] != k.shape[2]:
             raise ValueError(f"v has length {v.shape[2]}, k has {k.shape[2]}: they must be equal")
+        if q.shape[0] < 1:
+            raise ValueError("q has batch size 0: it must be at least 1")
         self._validate_lengths(q.shape[2], k.shape[2])
         self._validate_mask(k, key_mask)
 
@@ -365,6 +367,15 @@ def _clean(q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None):
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """(B, H/g, m, d) → (B, H, m, d): each key head g times in a row."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _checked_seed(seed: Tensor | int | None) -> Tensor | None:
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return torch.tensor(seed)
+    if seed is not None and not (isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.dim() == 0):
+        kind = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, Tensor) else type(seed).__name__
+        raise TypeError(f"seed must be an integer or an int64 tensor without dimensions, not {kind}")
+    return seed
 
 
 def draw_seed() -> Tensor:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention, Call, Capabilities, Record, Rows
 from subquad.attention.composite_slice_definition import Definition
 from subquad.attention.slicing import add_by_slice, slices
+from subquad.core.hashing import dropout_factors
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
 from subquad.positions import MultiScalePositions
@@ -96,11 +97,15 @@ class SliceMLP(nn.Module):
         self.register_buffer("unread", (place > last[:, None]) & causal, persistent=False)  # (hidden, L)
         self.register_buffer("unwritten", (last > place[:, None]) & causal, persistent=False)  # (L, hidden)
 
-    def forward(self, v: Tensor, drop: float) -> Tensor:  # slices (B·m, L, E)
+    def forward(self, v: Tensor, call: Call) -> Tensor:  # slices (B·m, L, E)
         first = self.first.weight.masked_fill(self.unread, 0)
         second = self.second.weight.masked_fill(self.unwritten, 0)
         units = F.gelu(first.expand(len(v), -1, -1).bmm(v))  # (B·m, hidden, E)
-        return second.expand(len(v), -1, -1).bmm(F.dropout(units, drop))
+        if call.dropout and call.seed is not None:
+            place, unit, channel = (torch.arange(size, device=v.device) for size in units.shape)
+            about = (place[:, None, None], unit[:, None], channel, units.dtype)
+            units = units * dropout_factors(call.seed.to(v.device), call.dropout, *about)
+        return second.expand(len(v), -1, -1).bmm(units)
 
 
 class OwnWeights(nn.Module):
@@ -217,6 +222,8 @@ class CompositeSlice(Attention):
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
         if not self.options.interpolate:
             self._validate_lengths(query.shape[1], key.shape[1])
+        if query.shape[0] < 1:
+            raise ValueError("query has batch size 0: it must be at least 1")
         if query.shape[2] != self.options.width:
             raise ValueError(
                 f"{self.name}: tokens have width {query.shape[2]}, the heads together {self.options.width}: they must "
@@ -357,7 +364,7 @@ class _Composer:
         v = v if real is None else v.masked_fill(~real[..., None], 0)
         batch, n, width = v.shape
         whole = F.pad(v, (0, 0, 0, -n % size)).reshape(-1, size, width)  # (B·m, L, E)
-        return self.attention.mlps[scale](whole, self.call.dropout).view(batch, -1, width)[:, :n]
+        return self.attention.mlps[scale](whole, self.call).view(batch, -1, width)[:, :n]
 
     def _attend(self, tokens: Tokens, project: Any, real: Tensor | None, scale: int, size: int, reach: int):
         """Attention inside slices of `size`; size=0: the coarsest scale is one slice."""

@@ -212,7 +212,7 @@ class Sbm(Attention):
         that could be drawn, in O(n·k). Pinned edges count but have no gradient: p has no part in them.
         """
         possible = _possible(w, z, key_mask, self.options.causal).clamp_min(1)
-        expected = self._expected_edges(w, z, key_mask) / (possible * w.shape[1])
+        expected = (self._expected_edges(w, z, key_mask) / (possible * w.shape[1])).to(w.dtype)
         return expected + (density.mean().to(expected) - expected.detach())
 
     def _expected_edges(self, w: Tensor, z: Tensor, key_mask: Tensor | None) -> Tensor:

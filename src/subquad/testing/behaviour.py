@@ -156,6 +156,9 @@ def dropout_is_fair(case: Case) -> None:
     with torch.no_grad():
         first = case.run(module, many)
         assert torch.equal(first, case.run(module, many)), "dropout does not follow the seed"
+        if not case.is_layer:
+            pair = [module(*one, seed=torch.tensor(7)) for _ in range(2)]  # torch's generator moves on between them
+            assert torch.equal(*pair), "dropout does not follow the `seed` of the call"
         if case.able.stochastic:
             return
         assert first.std(0).max() > 0.01, "dropout drops nothing"
