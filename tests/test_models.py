@@ -33,7 +33,10 @@ def batch(head: str, n: int = 33) -> dict[str, torch.Tensor]:
 
 # a mechanism knows of a head whether it is causal; every head is tried with one mechanism of each kind
 KINDS = ["full", "sbm", "composite-slice"]
-PAIRS = [(spec, head) for spec in SPECS for head in HEADS if spec in KINDS or head in ("causal-lm", "token")]
+CAUSAL = [spec for spec in SPECS if mechanism(spec).capabilities.causal]
+PAIRS = [(spec, head) for spec in SPECS for head in HEADS if spec in KINDS]
+PAIRS += [(spec, "causal-lm") for spec in CAUSAL if spec not in KINDS]
+PAIRS += [(s, "token") for s in SPECS if s not in KINDS and mechanism(s).capabilities.bidirectional]
 
 
 @pytest.mark.parametrize(("spec", "head"), PAIRS)
@@ -48,7 +51,7 @@ def test_every_mechanism_trains_saves_and_loads(spec, head, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert any("q_proj" in name for name in moved), "the attention learns"
+    assert any("v_proj" in name for name in moved), "the attention learns"
     model.save_pretrained(tmp_path)
     again = HEADS[head].from_pretrained(tmp_path)
     for (name, one), (other_name, other) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
@@ -60,7 +63,7 @@ def test_every_mechanism_trains_saves_and_loads(spec, head, tmp_path):
     assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if not mechanism(spec).capabilities.stochastic])
+@pytest.mark.parametrize("spec", [spec for spec in CAUSAL if not mechanism(spec).capabilities.stochastic])
 def test_causal_models_do_not_see_the_future(spec):
     model = SubquadForCausalLM(config(attention=spec, positions="sinusoidal")).eval()
     ids = batch("causal-lm")["input_ids"]

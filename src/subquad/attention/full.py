@@ -105,8 +105,7 @@ def sdpa(q, k, v, mask: Tensor | None, *, causal: bool, scale: float, call: Call
         grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped)
     lost = q.sum(-1, keepdim=True).isnan()  # the fused kernel may give 0 for a query that is not a number
-    if torch.compiler.is_compiling() or bool(lost.any()):
-        out = out.masked_fill(lost, torch.nan)
+    out = out.masked_fill(lost, torch.nan) if out.requires_grad else out.masked_fill_(lost, torch.nan)
     return (out if empty is None else out.masked_fill(empty, 0)).to(kind)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.edges import EdgeList
-from subquad.supports.partitions import Partition
+from subquad.supports.partitions import POOLED, Partition
 from subquad.supports.patterns import Pattern, pointers
 from subquad.supports.support import parse
 
@@ -106,6 +106,8 @@ def group_count(support: str, n: int) -> int:
 @lru_cache(maxsize=16)
 def _lists(partition: Partition, n: int) -> tuple[list[list[int]], list[list[int]]]:
     groups, rows = partition.unique_groups(n)
+    if any(group.children or group.query_position != POOLED for group in groups):
+        raise ValueError("plan must be made of plain groups, without children or query positions")
     members = [sorted(group.members) for group in groups]
     return members, [sorted(partition.direct(n, i)) + sorted(n + u for u in row) for i, row in enumerate(rows)]
 
