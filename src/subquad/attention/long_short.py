@@ -38,7 +38,7 @@ class LongShort(OutputAttention):
     capabilities = Capabilities(weights=False)
     family = "low rank"
     paper = "Zhu et al. 2021"
-    cost = "n·(window + rank), causal n·(window + rank·n/segment)"
+    cost = "n·(window + rank)"  # causal: rank·n/segment in place of rank
     examples = ({"window": 4, "rank": 2, "segment": 6}, {"window": 5, "rank": 9, "segment": 4})
     gallery = {"window": 8, "segment": 8}
 
