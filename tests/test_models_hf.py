@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -505,7 +504,7 @@ def arguments(kind, folder, **keys):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_trainer(bf16, tmp_path):
     rows = inputs("token", rows=4)["input_ids"].tolist()
-    data = Dataset.from_list([{"input_ids": row, "labels": [token % 3 for token in row]} for row in rows])
+    data = [{"input_ids": row, "labels": [token % 3 for token in row]} for row in rows]
     model = HEADS["token"](config(attention="combiner-fixed:span=4" if bf16 else "sbm:clusters=4", density_weight=0.1))
     settings = arguments(TrainingArguments, tmp_path, bf16=bf16, gradient_accumulation_steps=2)
     trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data)
@@ -516,7 +515,7 @@ def test_trainer(bf16, tmp_path):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_seq2seq_trainer_generates(bf16, tokenizer, tmp_path):
     rows = inputs("token", rows=4)["input_ids"].tolist()
-    data = Dataset.from_list([{"input_ids": row, "labels": row[: 3 + i]} for i, row in enumerate(rows)])
+    data = [{"input_ids": row, "labels": row[: 3 + i]} for i, row in enumerate(rows)]
     model = Seq2Seq(config(attention="longformer:window=4"))
     settings = arguments(
         Seq2SeqTrainingArguments, tmp_path, bf16=bf16, predict_with_generate=True, generation_max_length=6
