@@ -122,6 +122,16 @@ class Part:
         return ((row & -(node & -node) == node) | ((key == row) & (key % 2 == 0)))[None]
 
     @cached_property
+    def limits(self) -> tuple[int, int, int, int]:
+        """(lo, hi, xlo, xhi); for another rule offsets outside of which no key is seen, and the rule decides inside."""
+        if not self.rule:
+            return self.lo, self.hi, self.xlo, self.xhi
+        if self.rule in (NEAR, NOT_NEAR):
+            lo, hi = (self.lo - self.span + 1, self.hi + self.span - 1) if self.rule == NEAR else (-FAR, FAR)
+            return lo, min(hi, 0) if self.past else hi, 1, 0
+        return 0 if self.rule == NODES_BACK else -FAR, 0 if self.rule in (NODES, MEMBERS) else FAR, 1, 0
+
+    @cached_property
     def is_triangle(self) -> bool:
         """Row r sees exactly the keys 0..r of its block: a causal kernel needs no mask."""
         q, p = self.queries, self.placed

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.merge import dropout as dropping
+from subquad.kernels.merge import walk
 from subquad.kernels.merge.rows import grid_view, plans
 from subquad.supports.parts import Grid, Part, Plan
 
@@ -31,6 +32,9 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
             q_, out_, lse_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
             for part in plan.parts:
+                if walk.takes(part, q):
+                    walk.forward(frame, part, plan, scale, seed, dropout)
+                    continue
                 views = _Views(frame, part, plan, q.dtype)
                 o, here = drop.attend(q_, views) if drop else _attend(q_, views, scale)
                 _absorb(grid_view(out_, part.queries), grid_view(lse_, part.queries)[..., 0], o, here, part.fresh)
@@ -48,6 +52,9 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
             *given, dq_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
             for part in plan.parts:
+                if walk.takes(part, q):
+                    walk.backward(frame, part, plan, scale, seed, dropout)
+                    continue
                 views = _Views(frame, part, plan, q.dtype)
                 g, x, o, total = (grid_view(t, part.queries) for t in given)
                 grads = drop.backward(g, x, o, total, views) if drop else _part_backward(g, x, o, total, views, scale)
@@ -171,7 +178,7 @@ class _MaskCache:
         return additive, (empty if bool(empty.any()) else None)
 
 
-_kept_mask = _MaskCache(KEPT_BYTES)
+kept_mask = _MaskCache(KEPT_BYTES)
 
 
 def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -181,7 +188,7 @@ def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> t
     """
     mask = empty = None
     if not part.is_triangle and not part.sees_everything:
-        mask, empty = _kept_mask(part, dtype)
+        mask, empty = kept_mask(part, dtype)
         mask, empty = mask[None], None if empty is None else empty[None]
     if valid is None:
         return mask, empty
