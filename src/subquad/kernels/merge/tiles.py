@@ -24,11 +24,20 @@ TASK_ROWS = 192  # queries that share the transposed keys
 
 
 @inline
-def _seen(limits, first_key, key_stride, first, last):
+def _seen(lo, hi, first_key, key_stride, first, last):
     """The keys [low, high) that some query at a position in [first, last] may see, by the interval rule."""
-    low = limits[0] + first - first_key
-    high = limits[1] + last - first_key
+    low, high = lo + first - first_key, hi + last - first_key
+    if key_stride == 1:  # a division takes as long as a vector of products
+        return low, high + 1
     return -(-low // key_stride), high // key_stride + 1
+
+
+@inline
+def _everything(limits, count, first_key, key_stride, first, last):
+    """Does every query at a position in [first, last] see all of the keys?"""
+    last_key = first_key + (count - 1) * key_stride
+    inside = limits[0] <= first_key - last and last_key - first <= limits[1]
+    return inside and (limits[2] > limits[3] or limits[3] < first_key - last or last_key - first < limits[2])
 
 
 @inline
@@ -41,26 +50,36 @@ def _run(keys, drawn, draws, block, number):
 
 
 @inline
-def _mask_row(row, count, limits, query, first_key, key_stride, bias, has_bias, exists, has_exists, place, step, scale):
-    """Scores of one query: scaled, and -inf for keys that it does not see."""
+def _mask_row(row, count, limits, query, first_key, key_stride):
+    """-inf for keys that the query does not see by the interval rule."""
     nothing = row.dtype.type(-np.inf)
-    for j in range(count):
-        row[j] *= scale
-    if has_bias:
-        for j in range(count):
-            row[j] += bias[j]
-    if has_exists:
-        for j in range(count):
-            row[j] = row[j] if exists[place + j * step] else nothing
-    low, high = _seen(limits, first_key, key_stride, query, query)
+    low, high = _seen(limits[0], limits[1], first_key, key_stride, query, query)
     for j in range(0, min(low, count)):
         row[j] = nothing
     for j in range(max(high, 0), count):
         row[j] = nothing
     if limits[2] <= limits[3]:
-        low, high = _seen(limits[2:], first_key, key_stride, query, query)
+        low, high = _seen(limits[2], limits[3], first_key, key_stride, query, query)
         for j in range(max(low, 0), min(high, count)):
             row[j] = nothing
+
+
+@inline
+def _mask_tile(s, many, count, limits, query, query_step, first_key, key_stride, bias, block, row, column, exists, place, step):
+    """The scores (many × count) of a tile: -inf where a key is not seen, by the interval, by a mask, or not there."""
+    if not _everything(limits, count, first_key, key_stride, query, query + (many - 1) * query_step):
+        for i in range(many):
+            _mask_row(s[i], count, limits, query + i * query_step, first_key, key_stride)
+    if bias.shape[2] > 0:
+        mask = bias[block % bias.shape[0]]
+        for i in range(many):
+            for j in range(count):
+                s[i, j] += mask[row + i, column + j]
+    if exists.shape[0] > 0:
+        nothing = s.dtype.type(-np.inf)
+        for i in range(many):
+            for j in range(count):
+                s[i, j] = s[i, j] if exists[place + j * step] else nothing
 
 
 @inline
@@ -104,17 +123,18 @@ def forward(
             stride = keys[4]
             for c in range(0, run, KEYS):
                 where = positions[0] + block * positions[2] + (offset + c) * positions[4]
-                low, high = _seen(limits, where, positions[4], place0, place0 + (rows - 1) * queries[4])
+                low, high = _seen(limits[0], limits[1], where, positions[4], place0, place0 + (rows - 1) * queries[4])
                 low, high = max(low, 0), min(high, run - c, KEYS)
                 if low >= high:
                     continue
                 kc = k[0] + (g * k[1] + (first + (c + low) * stride) * k[2]) * size
                 vc = v[0] + (g * v[1] + (first + (c + low) * stride) * v[2]) * size
                 transpose(like[0], high - low, width, kc, stride * k[2], across.ctypes.data, KEYS, size)
+                across[:, : high - low] *= scale
                 for r0 in range(0, rows, ROWS):
                     many = min(ROWS, rows - r0)
                     query = place0 + r0 * queries[4]
-                    a0, a1 = _seen(limits, where, positions[4], query, query + (many - 1) * queries[4])
+                    a0, a1 = _seen(limits[0], limits[1], where, positions[4], query, query + (many - 1) * queries[4])
                     a0, a1 = max(a0 - low, 0) // lanes * lanes, min(a1, high) - low
                     count = a1 - a0
                     if count <= 0:
@@ -123,16 +143,14 @@ def forward(
                     qt = q[0] + (g * q[1] + query * q[2]) * size
                     st, kt = s.ctypes.data, across.ctypes.data + a0 * size
                     multiply(like[0], many, padded, width, qt, queries[4] * q[2], 1, kt, KEYS, st, KEYS, size)
+                    key = first + (c + low + a0) * stride
+                    _mask_tile(s, many, count, limits, query, queries[4], where + (low + a0) * positions[4], positions[4],
+                               bias, block, row0 + r0, offset + c + low + a0, exists[g % len(exists)], key, stride)  # fmt: skip
                     for i in range(many):
-                        row, at = s[i], query + i * queries[4]
-                        mask = bias[block % bias.shape[0], (row0 + r0 + i) % bias.shape[1], offset + c + low + a0 :]
-                        key = first + (c + low + a0) * stride
-                        _mask_row(row, count, limits, at, where + (low + a0) * positions[4], positions[4],
-                                  mask, bias.shape[2] > 0, exists[g % exists.shape[0]], exists.shape[1] > 0,
-                                  key, stride, scale)  # fmt: skip
+                        row, r = s[i], r0 + i
                         for j in range(count, padded):
                             row[j] = nothing
-                        best, r = largest(like[0], st + i * KEYS * size, padded), r0 + i
+                        best = largest(like[0], st + i * KEYS * size, padded)
                         new = best if best > top[r] else top[r]
                         if new == nothing:  # no key, or nothing but NaN
                             for j in range(count):
@@ -140,18 +158,18 @@ def forward(
                                 row[j] = zero
                             continue
                         less = exp(top[r] - new) if total[r] != zero else zero
-                        for j in range(count):
-                            row[j] = exp(row[j] - new)
                         more = zero
                         for j in range(count):
-                            more += row[j]
+                            weight = exp(row[j] - new)
+                            row[j] = weight
+                            more += weight
                         total[r] = total[r] * less + more
                         top[r] = new
                         if less != one:
                             here = a.ctypes.data + r * width * size
                             scale_row(less, here, here, width)
                         if dropout > 0:
-                            _drop(row, count, seed, instances[g], at, number + key, stride, dropout, up)
+                            _drop(row, count, seed, instances[g], query + i * queries[4], number + key, stride, dropout, up)
                     ac, vt = a.ctypes.data + r0 * width * size, vc + a0 * stride * v[2] * size
                     multiply_add(like[0], many, width, count, st, KEYS, 1, vt, stride * v[2], ac, width, size)
         for r in range(rows):
@@ -190,13 +208,14 @@ def backward(
                     stride = keys[4]
                     for c in range(0, run, KEYS):
                         where = positions[0] + block * positions[2] + (offset + c) * positions[4]
-                        low, high = _seen(limits, where, positions[4], place0, place0 + (rows - 1) * down)
+                        low, high = _seen(limits[0], limits[1], where, positions[4], place0, place0 + (rows - 1) * down)
                         low, high = max(low, 0), min(high, run - c, KEYS)
                         if low >= high:
                             continue
                         from_ = first + (c + low) * stride
                         kc, vc = k[0] + (g * k[1] + from_ * k[2]) * size, v[0] + (g * v[1] + from_ * v[2]) * size
                         transpose(like[0], high - low, width, kc, stride * k[2], across.ctypes.data, KEYS, size)
+                        across[:, : high - low] *= scale
                         transpose(like[0], high - low, width, vc, stride * v[2], beyond.ctypes.data, KEYS, size)
                         if own >= 0:  # counted from the first key of the block
                             to = own * dk[1] + (offset + c + low) * dk[2]
@@ -208,7 +227,7 @@ def backward(
                         for r0 in range(0, rows, ROWS):
                             many = min(ROWS, rows - r0)
                             query = place0 + r0 * down
-                            a0, a1 = _seen(limits, where, positions[4], query, query + (many - 1) * down)
+                            a0, a1 = _seen(limits[0], limits[1], where, positions[4], query, query + (many - 1) * down)
                             a0, a1 = max(a0 - low, 0) // lanes * lanes, min(a1, high) - low
                             count = a1 - a0
                             if count <= 0:
@@ -222,12 +241,10 @@ def backward(
                             multiply(like[0], many, padded, width, gt, down * g_out[2], 1,
                                      beyond.ctypes.data + a0 * size, KEYS, dst, KEYS, size)  # fmt: skip
                             key = first + (c + low + a0) * stride
+                            _mask_tile(s, many, count, limits, query, down, where + (low + a0) * positions[4], positions[4],
+                                       bias, block, begin + r0, offset + c + low + a0, exists[g % len(exists)], key, stride)  # fmt: skip
                             for i in range(many):
                                 row, grad, at = s[i], ds[i], query + i * down
-                                mask = bias[block % bias.shape[0], (begin + r0 + i) % bias.shape[1], offset + c + low + a0 :]
-                                _mask_row(row, count, limits, at, where + (low + a0) * positions[4], positions[4],
-                                          mask, bias.shape[2] > 0, exists[g % exists.shape[0]], exists.shape[1] > 0,
-                                          key, stride, scale)  # fmt: skip
                                 base, less = lse[g, at], delta[r0 + i]
                                 for j in range(count):
                                     row[j] = exp(row[j] - base)
