@@ -47,6 +47,20 @@ class Grid(NamedTuple):
         return self.start + np.arange(self.blocks)[:, None] * self.step + np.arange(self.length) * self.stride
 
 
+class Limits(NamedTuple):
+    """A query at position i sees the positions of [i+lo, i+hi] without [i+xlo, i+xhi], up to i+end.
+
+    Intervals grow to whole spans: from the start of the span of their first position to the end of that of their last.
+    """
+
+    lo: int = -FAR
+    hi: int = FAR
+    xlo: int = 1
+    xhi: int = 0
+    span: int = 1
+    end: int = FAR
+
+
 @dataclass(frozen=True)
 class Part:
     """One grid of query blocks × key blocks; see the module docstring."""
@@ -122,14 +136,21 @@ class Part:
         return ((row & -(node & -node) == node) | ((key == row) & (key % 2 == 0)))[None]
 
     @cached_property
-    def limits(self) -> tuple[int, int, int, int]:
-        """(lo, hi, xlo, xhi); for another rule offsets outside of which no key is seen, and the rule decides inside."""
+    def limits(self) -> Limits:
+        """The rule as intervals of positions; where it is of another kind, what no query of it sees beyond."""
         if not self.rule:
-            return self.lo, self.hi, self.xlo, self.xhi
-        if self.rule in (NEAR, NOT_NEAR):
-            lo, hi = (self.lo - self.span + 1, self.hi + self.span - 1) if self.rule == NEAR else (-FAR, FAR)
-            return lo, min(hi, 0) if self.past else hi, 1, 0
-        return 0 if self.rule == NODES_BACK else -FAR, 0 if self.rule in (NODES, MEMBERS) else FAR, 1, 0
+            return Limits(self.lo, self.hi, self.xlo, self.xhi)
+        end = 0 if self.past else FAR
+        if self.rule == NEAR:
+            return Limits(self.lo, self.hi, span=self.span, end=end)
+        if self.rule == NOT_NEAR:
+            return Limits(xlo=self.lo, xhi=self.hi, span=self.span, end=end)
+        return Limits(0 if self.rule == NODES_BACK else -FAR, 0 if self.rule in (NODES, MEMBERS) else FAR)
+
+    @cached_property
+    def is_interval(self) -> bool:
+        """Do the limits say it all?"""
+        return self.rule in (0, NEAR, NOT_NEAR) and (not self.draws or self.sees_everything)
 
     @cached_property
     def is_triangle(self) -> bool:
@@ -237,7 +258,7 @@ def windows(start: int, stop: int, left: int, right: int, *, block: int | None =
 
 def window_block(reach: int) -> int:
     """Queries per block for a window of `reach`: small blocks waste less of the strip, large ones run faster."""
-    return 32 if reach <= 32 else 64 if reach <= 256 else 128
+    return 48 if reach <= 32 else 96 if reach <= 96 else 192
 
 
 def diagonal(start: int, stop: int, size: int, *, causal: bool) -> list[Part]:

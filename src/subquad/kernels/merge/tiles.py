@@ -23,21 +23,44 @@ KEYS = 128  # of a tile
 TASK_ROWS = 192  # queries that share the transposed keys
 
 
+LO, HI, XLO, XHI, SPAN, END = range(6)  # of a part's limits
+
+
 @inline
-def _seen(lo, hi, first_key, key_stride, first, last):
-    """The keys [low, high) that some query at a position in [first, last] may see, by the interval rule."""
-    low, high = lo + first - first_key, hi + last - first_key
-    if key_stride == 1:  # a division takes as long as a vector of products
-        return low, high + 1
-    return -(-low // key_stride), high // key_stride + 1
+def _from(limits, which, query):
+    """The position at which an interval of a query begins."""
+    at, span = query + limits[which], limits[SPAN]
+    return at if span == 1 else at // span * span  # a division takes as long as a vector of products
+
+
+@inline
+def _to(limits, which, query):
+    """The position at which it ends."""
+    at, span = query + limits[which], limits[SPAN]
+    return at if span == 1 else at // span * span + span - 1
+
+
+@inline
+def _keys_in(first, last, first_key, key_stride):
+    """The keys [low, high) that stand at positions in [first, last]."""
+    low, high = first - first_key, last - first_key
+    return (low, high + 1) if key_stride == 1 else (-(-low // key_stride), high // key_stride + 1)
+
+
+@inline
+def _seen(limits, first_key, key_stride, first, last):
+    """The keys [low, high) that some query at a position in [first, last] may see."""
+    end = min(_to(limits, HI, last), last + limits[END])
+    return _keys_in(_from(limits, LO, first), end, first_key, key_stride)
 
 
 @inline
 def _everything(limits, count, first_key, key_stride, first, last):
     """Does every query at a position in [first, last] see all of the keys?"""
     last_key = first_key + (count - 1) * key_stride
-    inside = limits[0] <= first_key - last and last_key - first <= limits[1]
-    return inside and (limits[2] > limits[3] or limits[3] < first_key - last or last_key - first < limits[2])
+    if _from(limits, LO, last) > first_key or min(_to(limits, HI, first), first + limits[END]) < last_key:
+        return False
+    return limits[XLO] > limits[XHI] or _to(limits, XHI, last) < first_key or _from(limits, XLO, first) > last_key
 
 
 @inline
@@ -53,13 +76,13 @@ def _run(keys, drawn, draws, block, number):
 def _mask_row(row, count, limits, query, first_key, key_stride):
     """-inf for keys that the query does not see by the interval rule."""
     nothing = row.dtype.type(-np.inf)
-    low, high = _seen(limits[0], limits[1], first_key, key_stride, query, query)
+    low, high = _seen(limits, first_key, key_stride, query, query)
     for j in range(0, min(low, count)):
         row[j] = nothing
     for j in range(max(high, 0), count):
         row[j] = nothing
-    if limits[2] <= limits[3]:
-        low, high = _seen(limits[2], limits[3], first_key, key_stride, query, query)
+    if limits[XLO] <= limits[XHI]:
+        low, high = _keys_in(_from(limits, XLO, query), _to(limits, XHI, query), first_key, key_stride)
         for j in range(max(low, 0), min(high, count)):
             row[j] = nothing
 
@@ -123,7 +146,7 @@ def forward(
             stride = keys[4]
             for c in range(0, run, KEYS):
                 where = positions[0] + block * positions[2] + (offset + c) * positions[4]
-                low, high = _seen(limits[0], limits[1], where, positions[4], place0, place0 + (rows - 1) * queries[4])
+                low, high = _seen(limits, where, positions[4], place0, place0 + (rows - 1) * queries[4])
                 low, high = max(low, 0), min(high, run - c, KEYS)
                 if low >= high:
                     continue
@@ -134,7 +157,7 @@ def forward(
                 for r0 in range(0, rows, ROWS):
                     many = min(ROWS, rows - r0)
                     query = place0 + r0 * queries[4]
-                    a0, a1 = _seen(limits[0], limits[1], where, positions[4], query, query + (many - 1) * queries[4])
+                    a0, a1 = _seen(limits, where, positions[4], query, query + (many - 1) * queries[4])
                     a0, a1 = max(a0 - low, 0) // lanes * lanes, min(a1, high) - low
                     count = a1 - a0
                     if count <= 0:
@@ -208,7 +231,7 @@ def backward(
                     stride = keys[4]
                     for c in range(0, run, KEYS):
                         where = positions[0] + block * positions[2] + (offset + c) * positions[4]
-                        low, high = _seen(limits[0], limits[1], where, positions[4], place0, place0 + (rows - 1) * down)
+                        low, high = _seen(limits, where, positions[4], place0, place0 + (rows - 1) * down)
                         low, high = max(low, 0), min(high, run - c, KEYS)
                         if low >= high:
                             continue
@@ -227,7 +250,7 @@ def backward(
                         for r0 in range(0, rows, ROWS):
                             many = min(ROWS, rows - r0)
                             query = place0 + r0 * down
-                            a0, a1 = _seen(limits[0], limits[1], where, positions[4], query, query + (many - 1) * down)
+                            a0, a1 = _seen(limits, where, positions[4], query, query + (many - 1) * down)
                             a0, a1 = max(a0 - low, 0) // lanes * lanes, min(a1, high) - low
                             count = a1 - a0
                             if count <= 0:

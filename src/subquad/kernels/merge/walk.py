@@ -106,7 +106,7 @@ def _matrix(x: Tensor) -> tuple[int, int, int]:
 
 
 def _geometry(part: Part) -> tuple[tuple[int, ...], ...]:
-    return tuple(part.queries), tuple(part.keys), tuple(part.placed), part.limits
+    return tuple(part.queries), tuple(part.keys), tuple(part.placed), tuple(part.limits)
 
 
 def _rules(frame: Any, part: Part, plan: Plan, q: Tensor) -> tuple[np.ndarray, int, np.ndarray, np.ndarray]:
@@ -114,8 +114,7 @@ def _rules(frame: Any, part: Part, plan: Plan, q: Tensor) -> tuple[np.ndarray, i
     from subquad.kernels.merge.cpu import kept_mask
 
     drawn = np.array(plan.drawn if part.draws else (0,), dtype=np.int64)
-    masked = part.rule or (part.draws and not part.sees_everything)
-    bias = kept_mask(part, q.dtype)[0].numpy() if masked else np.zeros((1, 1, 0), q.numpy().dtype)
+    bias = np.zeros((1, 1, 0), q.numpy().dtype) if part.is_interval else kept_mask(part, q.dtype)[0].numpy()
     valid = frame.valid.get(part.source)
     exists = np.zeros((1, 0), dtype=bool) if valid is None else valid.numpy()
     return drawn, part.draws, bias, exists
