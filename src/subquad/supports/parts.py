@@ -152,6 +152,20 @@ class Part:
         """Do the limits say it all?"""
         return self.rule in (0, NEAR, NOT_NEAR) and (not self.draws or self.sees_everything)
 
+    def joined_with(self, other: Part) -> Part | None:
+        """One part for both, where the other's queries follow on and the keys of one are the first of the other's."""
+        same = replace(other, queries=self.queries, keys=self.keys, positions=self.positions) == self
+        grids = (self.queries, other.queries, self.keys, other.keys, self.placed, other.placed)
+        if not same or not self.is_interval or self.draws or any(grid.blocks > 1 for grid in grids):
+            return None
+        rows, more = self.queries, other.queries
+        follows = rows.stride == more.stride and rows.start + rows.length * rows.stride == more.start
+        starts = [(grid.start, grid.stride) for grid in (self.keys, other.keys, self.placed, other.placed)]
+        if not follows or starts[0] != starts[1] or starts[2] != starts[3]:
+            return None
+        longest = max(self, other, key=lambda part: part.keys.length)
+        return replace(longest, queries=rows._replace(length=rows.length + more.length))
+
     @cached_property
     def is_triangle(self) -> bool:
         """Row r sees exactly the keys 0..r of its block: a causal kernel needs no mask."""
@@ -189,6 +203,15 @@ class Plan:
     def pairs(self) -> int:
         """How many (query, key) pairs are multiplied."""
         return sum(part.pairs for part in self.parts)
+
+    @cached_property
+    def joined(self) -> tuple[Part, ...]:
+        """The parts, with chunks of one rectangle put together: for kernels that skip what the limits exclude."""
+        found: list[Part] = []
+        for part in self.parts:
+            whole = found[-1].joined_with(part) if found else None
+            found[-1:] = [whole] if whole else [*found[-1:], part]
+        return tuple(found)
 
     @cached_property
     def covers(self) -> bool:

@@ -31,7 +31,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
         for frame in _frames(rows, plan, [q, out, lse[..., None]], keys, values, valid):
             q_, out_, lse_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
-            for part in plan.parts:
+            for part in walk.parts_of(plan, q):
                 if walk.takes(part, q):
                     walk.forward(frame, part, plan, scale, seed, dropout)
                     continue
@@ -51,7 +51,7 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
         for frame in _frames(rows, plan, [grad, q, out, safe, dq], *sources):
             *given, dq_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
-            for part in plan.parts:
+            for part in walk.parts_of(plan, q):
                 if walk.takes(part, q):
                     walk.backward(frame, part, plan, scale, seed, dropout)
                     continue

@@ -19,8 +19,15 @@ from subquad.supports.parts import Part, Plan
 
 def takes(part: Part, q: Tensor) -> bool:
     """Are there vectors of this type and width, and do the places go upwards?"""
-    fits = q.dtype in (torch.float32, torch.float64) and q.shape[-1] * q.element_size() % BYTES == 0
-    return fits and not part.is_self and part.queries.stride > 0 and part.placed.stride > 0
+    return _fits(q) and not part.is_self and part.queries.stride > 0 and part.placed.stride > 0
+
+
+def parts_of(plan: Plan, q: Tensor) -> tuple[Part, ...]:
+    return plan.joined if _fits(q) else plan.parts
+
+
+def _fits(q: Tensor) -> bool:
+    return q.dtype in (torch.float32, torch.float64) and q.shape[-1] * q.element_size() % BYTES == 0
 
 
 def forward(frame: Any, part: Part, plan: Plan, scale: float, seed: Tensor | None, dropout: float) -> None:
