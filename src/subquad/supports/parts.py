@@ -204,6 +204,17 @@ class Plan:
         """How many (query, key) pairs are multiplied."""
         return sum(part.pairs for part in self.parts)
 
+    def reach(self, source: int) -> int:
+        """Keys of a source that are attended to stand before this place; 0 = anywhere."""
+        parts = [part for part in self.parts if part.source == source]
+        if not parts or any(part.draws for part in parts):
+            return 0
+        return max(int(part.keys.places().max()) + 1 if part.keys.length else 0 for part in parts)
+
+    @cached_property
+    def reaches(self) -> dict[int, int]:
+        return {source: self.reach(source) for source in {part.source for part in self.parts}}
+
     @cached_property
     def joined(self) -> tuple[Part, ...]:
         """The parts, with chunks of one rectangle put together: for kernels that skip what the limits exclude."""

@@ -24,8 +24,7 @@ KEPT_BYTES = 1 << 26  # masks are kept between calls, the most recent ones, up t
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
     q, keys, values = _ready(q), [_ready(k) for k in keys], [_ready(v) for v in values]
     chosen = list(plans(len(q), lengths, support, which, n))
-    covered = lengths is None and chosen[0][1].covers and chosen[0][1].rows == q.shape[2]
-    out = torch.empty_like(q) if covered else torch.zeros_like(q)
+    out = _outputs(q, chosen)
     lse = q.new_full(q.shape[:3], -torch.inf)  # (B, H, r)
     for rows, plan in chosen:
         for frame in _frames(rows, plan, [q, out, lse[..., None]], keys, values, valid):
@@ -39,6 +38,17 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
                 o, here = drop.attend(q_, views) if drop else _attend(q_, views, scale)
                 _absorb(grid_view(out_, part.queries), grid_view(lse_, part.queries)[..., 0], o, here, part.fresh)
     return out, lse
+
+
+def _outputs(q: Tensor, chosen: list[tuple[slice, Plan]]) -> Tensor:
+    """Memory for the outputs, 0 where no part will write."""
+    together = sum(rows.stop - rows.start for rows, _ in chosen) == len(q)
+    if not together or not all(plan.covers for _, plan in chosen):
+        return torch.zeros_like(q)
+    out = torch.empty_like(q)
+    for rows, plan in chosen:
+        out[rows, :, plan.rows :] = 0
+    return out
 
 
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
@@ -94,7 +104,7 @@ def _frames(rows: slice, plan: Plan, queries, keys, values, valid, gradients=())
     group = heads // min(x.shape[1] for x in (*keys, *values))
     everything = (queries, keys, values, gradients)
     masks = {s: x[rows] if len(x) > 1 else x for s, x in enumerate(valid)}
-    masks = {s: x[:, 0] for s, x in masks.items() if not bool(x.all())}  # (b or 1, m)
+    masks = {s: x[:, 0] for s, x in masks.items() if not bool(x[..., : plan.reaches.get(s) or None].all())}  # (b, m)
     pairs = max((part.pairs for part in plan.parts), default=0)
     number = torch.arange(rows.start * heads, rows.stop * heads).view(-1, heads)  # (b, H)
     for j in range(group):
