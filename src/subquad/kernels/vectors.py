@@ -32,7 +32,9 @@ class _Emitter:
         self.entry = context.get_value_type(kind)
         self.vector = ir.VectorType(self.entry, self.lanes)
         name = f"llvm.fmuladd.v{self.lanes}f{kind.bitwidth}"
-        self._multiply_add = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(self.vector, [self.vector] * 3))
+        self._multiply_add = builder.module.declare_intrinsic(
+            name, fnty=ir.FunctionType(self.vector, [self.vector] * 3)
+        )
 
     def place(self, base: Any, offset: Any) -> Any:
         """base + offset entries"""
@@ -194,7 +196,9 @@ def largest(typingctx, kind, a, count) -> Any:
         def larger(x, y):
             return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
-        (most,) = e.loop(count, e.lanes, [e.constant(float("-inf"))], lambda j, top: [larger(e.load(e.place(a, j)), top[0])])
+        (most,) = e.loop(
+            count, e.lanes, [e.constant(float("-inf"))], lambda j, top: [larger(e.load(e.place(a, j)), top[0])]
+        )
         first, *rest = e.entries(most)
         for x in rest:
             first = larger(x, first)

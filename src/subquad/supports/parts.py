@@ -163,7 +163,11 @@ class Part:
         starts = [(grid.start, grid.stride) for grid in (self.keys, other.keys, self.placed, other.placed)]
         if not follows or starts[0] != starts[1] or starts[2] != starts[3]:
             return None
-        longest = max(self, other, key=lambda part: part.keys.length)
+        shorter, longest = sorted((self, other), key=lambda part: part.keys.length)
+        if shorter.keys.length < longest.keys.length:  # no query of the shorter one may see the keys it lacks
+            places, last = shorter.placed, shorter.queries.start + (shorter.queries.length - 1) * shorter.queries.stride
+            if shorter.rule or places.start + places.length * places.stride - last <= shorter.hi:
+                return None
         return replace(longest, queries=rows._replace(length=rows.length + more.length))
 
     @cached_property

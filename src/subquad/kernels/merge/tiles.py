@@ -23,6 +23,7 @@ KEYS = 128  # of a tile
 TASK_ROWS = 192  # queries that share the transposed keys
 
 
+START, BLOCKS, STEP, LENGTH, STRIDE = range(5)  # of a grid
 LO, HI, XLO, XHI, SPAN, END = range(6)  # of a part's limits
 
 
@@ -67,9 +68,22 @@ def _everything(limits, count, first_key, key_stride, first, last):
 def _run(keys, drawn, draws, block, number):
     """Keys that stand in a row: (place of the first, how many, which key of the block the first is)."""
     if draws == 0:
-        return keys[0] + block * keys[2], keys[3], 0
-    size = keys[3] // draws
-    return drawn[keys[0] + block * keys[2] + number] * size, size, number * size
+        return keys[START] + block * keys[STEP], keys[LENGTH], 0
+    size = keys[LENGTH] // draws
+    return drawn[keys[START] + block * keys[STEP] + number] * size, size, number * size
+
+
+@inline
+def _address(matrix, instance, place, size):
+    return matrix[0] + (instance * matrix[1] + place * matrix[2]) * size
+
+
+@inline
+def _columns(limits, first_key, key_stride, query, step, many, low, high, lanes):
+    """The keys that a tile of `many` queries sees of [low, high): the first, on a boundary of vectors, and how many."""
+    first, last = _seen(limits, first_key, key_stride, query, query + (many - 1) * step)
+    first = max(first - low, 0) // lanes * lanes
+    return first, min(last, high) - low - first
 
 
 @inline
@@ -88,13 +102,12 @@ def _mask_row(row, count, limits, query, first_key, key_stride):
 
 
 @inline
-def _mask_tile(s, many, count, limits, query, query_step, first_key, key_stride, bias, block, row, column, exists, place, step):
+def _mask_tile(s, many, count, limits, query, step, first_key, key_stride, mask, row, column, exists, place, apart):
     """The scores (many × count) of a tile: -inf where a key is not seen, by the interval, by a mask, or not there."""
-    if not _everything(limits, count, first_key, key_stride, query, query + (many - 1) * query_step):
+    if not _everything(limits, count, first_key, key_stride, query, query + (many - 1) * step):
         for i in range(many):
-            _mask_row(s[i], count, limits, query + i * query_step, first_key, key_stride)
-    if bias.shape[2] > 0:
-        mask = bias[block % bias.shape[0]]
+            _mask_row(s[i], count, limits, query + i * step, first_key, key_stride)
+    if mask.shape[1] > 0:
         for i in range(many):
             for j in range(count):
                 s[i, j] += mask[row + i, column + j]
@@ -102,7 +115,7 @@ def _mask_tile(s, many, count, limits, query, query_step, first_key, key_stride,
         nothing = s.dtype.type(-np.inf)
         for i in range(many):
             for j in range(count):
-                s[i, j] = s[i, j] if exists[place + j * step] else nothing
+                s[i, j] = s[i, j] if exists[place + j * apart] else nothing
 
 
 @inline
@@ -114,173 +127,192 @@ def _drop(row, count, seed, instance, query, number, step, dropout, up):
         row[j] *= up if chance(low, high, number + j * step) >= dropout else zero
 
 
+# ---- forward ------------------------------------------------------------------------------------------------
+
+
+@inline
+def _take_up(like, size, width, out, lse, g, place, step, fresh, sums, top, total):
+    """The state of the rows, from what earlier parts have left in out and lse."""
+    nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
+    for r in range(len(top)):
+        top[r] = nothing if fresh else lse[g, place + r * step]
+        total[r] = zero if top[r] == nothing else one
+        if total[r] == zero:
+            sums[r] = zero
+        else:
+            scale_row(one, sums.ctypes.data + r * width * size, _address(out, g, place + r * step, size), width)
+
+
+@inline
+def _lay_down(like, size, width, out, lse, g, place, step, sums, top, total):
+    """The state of the rows into out and lse."""
+    nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
+    for r in range(len(top)):
+        share = one / total[r] if total[r] != zero else zero
+        scale_row(share, _address(out, g, place + r * step, size), sums.ctypes.data + r * width * size, width)
+        lse[g, place + r * step] = top[r] + np.log(total[r]) if total[r] != zero else nothing
+
+
+@inline
+def _exponentiate(like, size, row, address, count, padded, top, total):
+    """Scores → exp(score - new top): the new (top, total), and by what the sums so far are multiplied."""
+    nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
+    for j in range(count, padded):
+        row[j] = nothing
+    best = largest(like[0], address, padded)
+    new = best if best > top else top
+    if new == nothing:  # no key, or nothing but NaN
+        for j in range(count):
+            total += zero if row[j] == nothing else row[j]
+            row[j] = zero
+        return new, total, one
+    less = exp(top - new) if total != zero else zero
+    more = zero
+    for j in range(count):
+        weight = exp(row[j] - new)
+        row[j] = weight
+        more += weight
+    return new, total * less + more, less
+
+
 @kernel
 def forward(
     like, size, width, tasks, chunks, chunk_rows, q, k, v, out, lse, queries, keys, positions, limits, fresh,
     drawn, draws, bias, exists, instances, seed, scale, dropout, up, number,
-):
+):  # fmt: skip
     """out and lse of the queries of a part, merged into what is there; tasks = instances × blocks × chunks of rows."""
-    kind = like.dtype.type
-    nothing, zero, one = kind(-np.inf), kind(0), kind(1)
-    lanes, blocks = BYTES // size, queries[1]
+    one, lanes, blocks = like.dtype.type(1), BYTES // size, queries[BLOCKS]
+    down, stride, apart = queries[STRIDE], keys[STRIDE], positions[STRIDE]
     for task in numba.prange(tasks):
         g, block, chunk = task // (blocks * chunks), task // chunks % blocks, task % chunks
         row0 = chunk * chunk_rows
-        rows = min(chunk_rows, queries[3] - row0)
-        across = np.empty((width, KEYS), like.dtype)  # keys, transposed
-        s = np.empty((ROWS, KEYS), like.dtype)
-        a = np.empty((rows, width), like.dtype)
+        rows = min(chunk_rows, queries[LENGTH] - row0)
+        across, s = np.empty((width, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)  # keys transposed, scores
+        sums = np.empty((rows, width), like.dtype)
         top, total = np.empty(rows, like.dtype), np.empty(rows, like.dtype)
-        place0 = queries[0] + block * queries[2] + row0 * queries[4]  # of the first query
-        out0 = out[0] + (g * out[1] + place0 * out[2]) * size
-        for r in range(rows):
-            top[r] = nothing if fresh else lse[g, place0 + r * queries[4]]
-            empty = top[r] == nothing
-            total[r] = zero if empty else one
-            if empty:
-                a[r] = zero
-            else:
-                scale_row(one, a.ctypes.data + r * width * size, out0 + r * queries[4] * out[2] * size, width)
-        for number_of_run in range(max(draws, 1)):
-            first, run, offset = _run(keys, drawn, draws, block, number_of_run)
-            stride = keys[4]
-            for c in range(0, run, KEYS):
-                where = positions[0] + block * positions[2] + (offset + c) * positions[4]
-                low, high = _seen(limits, where, positions[4], place0, place0 + (rows - 1) * queries[4])
-                low, high = max(low, 0), min(high, run - c, KEYS)
+        place0 = queries[START] + block * queries[STEP] + row0 * down  # of the first query
+        mask, real = bias[block % len(bias)], exists[g % len(exists)]
+        _take_up(like, size, width, out, lse, g, place0, down, fresh, sums, top, total)
+        for run in range(max(draws, 1)):
+            first, length, offset = _run(keys, drawn, draws, block, run)
+            for c in range(0, length, KEYS):
+                where = positions[START] + block * positions[STEP] + (offset + c) * apart
+                low, high = _seen(limits, where, apart, place0, place0 + (rows - 1) * down)
+                low, high = max(low, 0), min(high, length - c, KEYS)
                 if low >= high:
                     continue
-                kc = k[0] + (g * k[1] + (first + (c + low) * stride) * k[2]) * size
-                vc = v[0] + (g * v[1] + (first + (c + low) * stride) * v[2]) * size
-                transpose(like[0], high - low, width, kc, stride * k[2], across.ctypes.data, KEYS, size)
+                key0 = first + (c + low) * stride
+                k0, kt, st = _address(k, g, key0, size), across.ctypes.data, s.ctypes.data
+                transpose(like[0], high - low, width, k0, stride * k[2], kt, KEYS, size)
                 across[:, : high - low] *= scale
                 for r0 in range(0, rows, ROWS):
-                    many = min(ROWS, rows - r0)
-                    query = place0 + r0 * queries[4]
-                    a0, a1 = _seen(limits, where, positions[4], query, query + (many - 1) * queries[4])
-                    a0, a1 = max(a0 - low, 0) // lanes * lanes, min(a1, high) - low
-                    count = a1 - a0
+                    many, query = min(ROWS, rows - r0), place0 + r0 * down
+                    column, count = _columns(limits, where, apart, query, down, many, low, high, lanes)
                     if count <= 0:
                         continue
-                    padded = -(-count // lanes) * lanes
-                    qt = q[0] + (g * q[1] + query * q[2]) * size
-                    st, kt = s.ctypes.data, across.ctypes.data + a0 * size
-                    multiply(like[0], many, padded, width, qt, queries[4] * q[2], 1, kt, KEYS, st, KEYS, size)
-                    key = first + (c + low + a0) * stride
-                    _mask_tile(s, many, count, limits, query, queries[4], where + (low + a0) * positions[4], positions[4],
-                               bias, block, row0 + r0, offset + c + low + a0, exists[g % len(exists)], key, stride)  # fmt: skip
+                    key, padded = key0 + column * stride, -(-count // lanes) * lanes
+                    rows_q = (_address(q, g, query, size), down * q[2], 1)
+                    multiply(like[0], many, padded, width, *rows_q, kt + column * size, KEYS, st, KEYS, size)
+                    at = low + column
+                    _mask_tile(s, many, count, limits, query, down, where + at * apart, apart,
+                               mask, row0 + r0, offset + c + at, real, key, stride)  # fmt: skip
                     for i in range(many):
-                        row, r = s[i], r0 + i
-                        for j in range(count, padded):
-                            row[j] = nothing
-                        best = largest(like[0], st + i * KEYS * size, padded)
-                        new = best if best > top[r] else top[r]
-                        if new == nothing:  # no key, or nothing but NaN
-                            for j in range(count):
-                                total[r] += zero if row[j] == nothing else row[j]
-                                row[j] = zero
-                            continue
-                        less = exp(top[r] - new) if total[r] != zero else zero
-                        more = zero
-                        for j in range(count):
-                            weight = exp(row[j] - new)
-                            row[j] = weight
-                            more += weight
-                        total[r] = total[r] * less + more
-                        top[r] = new
+                        r = r0 + i
+                        top[r], total[r], less = _exponentiate(
+                            like, size, s[i], st + i * KEYS * size, count, padded, top[r], total[r]
+                        )
                         if less != one:
-                            here = a.ctypes.data + r * width * size
+                            here = sums.ctypes.data + r * width * size
                             scale_row(less, here, here, width)
                         if dropout > 0:
-                            _drop(row, count, seed, instances[g], query + i * queries[4], number + key, stride, dropout, up)
-                    ac, vt = a.ctypes.data + r0 * width * size, vc + a0 * stride * v[2] * size
-                    multiply_add(like[0], many, width, count, st, KEYS, 1, vt, stride * v[2], ac, width, size)
-        for r in range(rows):
-            share = one / total[r] if total[r] != zero else zero
-            scale_row(share, out0 + r * queries[4] * out[2] * size, a.ctypes.data + r * width * size, width)
-            lse[g, place0 + r * queries[4]] = top[r] + np.log(total[r]) if total[r] != zero else nothing
+                            where_q = query + i * down
+                            _drop(s[i], count, seed, instances[g], where_q, number + key, stride, dropout, up)
+                    values = (_address(v, g, key, size), stride * v[2])
+                    into = sums.ctypes.data + r0 * width * size
+                    multiply_add(like[0], many, width, count, st, KEYS, 1, *values, into, width, size)
+        _lay_down(like, size, width, out, lse, g, place0, down, sums, top, total)
+
+
+# ---- backward -----------------------------------------------------------------------------------------------
+
+
+@inline
+def _score_gradients(row, grad, count, base, less, scale, seed, instance, query, number, step, dropout, up):
+    """row: scores → weights; grad: dout·v → gradients of the scores before scaling."""
+    for j in range(count):
+        row[j] = exp(row[j] - base)
+    if dropout > 0:
+        _drop(grad, count, seed, instance, query, number, step, dropout, up)
+    for j in range(count):
+        grad[j] = row[j] * (grad[j] - less) * scale
+    if dropout > 0:
+        _drop(row, count, seed, instance, query, number, step, dropout, up)
 
 
 @kernel
 def backward(
-    like, size, width, work, g_out, q, k, v, out, lse, dq, dk, dv, queries, keys, positions, limits,
+    like, size, width, work, dout, q, k, v, out, lse, dq, dk, dv, queries, keys, positions, limits,
     drawn, draws, bias, exists, instances, seed, scale, dropout, up, number,
-):
+):  # fmt: skip
     """dq, dk and dv of a part += its share, given the merged (out, lse) of its queries.
 
-    A row of `work` is a task: (instance, first block, behind the last, first row, behind the last, 0 or the number of
+    A row of `work` is a task: (instance, first block, behind the last, first row, behind the last, -1 or the number of
     its own dk and dv). No two tasks that run together add to the same keys or queries, so the sums have one order.
     """
     lanes = BYTES // size
+    down, stride, apart = queries[STRIDE], keys[STRIDE], positions[STRIDE]
     for task in numba.prange(len(work)):
         g, block0, block1, row0, row1, own = work[task]
         across, beyond = np.empty((width, KEYS), like.dtype), np.empty((width, KEYS), like.dtype)  # keys, values
         s, ds = np.empty((ROWS, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)
-        delta = np.empty(TASK_ROWS, like.dtype)
+        kt, vt, st, dst = across.ctypes.data, beyond.ctypes.data, s.ctypes.data, ds.ctypes.data
+        delta = np.empty(TASK_ROWS, like.dtype)  # dout·out of a row
+        real = exists[g % len(exists)]
         for block in range(block0, block1):
+            mask = bias[block % len(bias)]
             for begin in range(row0, row1, TASK_ROWS):
                 rows = min(TASK_ROWS, row1 - begin)
-                place0 = queries[0] + block * queries[2] + begin * queries[4]
-                down = queries[4]
+                place0 = queries[START] + block * queries[STEP] + begin * down
                 for r in range(rows):
                     at = place0 + r * down
-                    delta[r] = dot(like[0], g_out[0] + (g * g_out[1] + at * g_out[2]) * size,
-                                   out[0] + (g * out[1] + at * out[2]) * size, width)  # fmt: skip
-                for number_of_run in range(max(draws, 1)):
-                    first, run, offset = _run(keys, drawn, draws, block, number_of_run)
-                    stride = keys[4]
-                    for c in range(0, run, KEYS):
-                        where = positions[0] + block * positions[2] + (offset + c) * positions[4]
-                        low, high = _seen(limits, where, positions[4], place0, place0 + (rows - 1) * down)
-                        low, high = max(low, 0), min(high, run - c, KEYS)
+                    delta[r] = dot(like[0], _address(dout, g, at, size), _address(out, g, at, size), width)
+                for run in range(max(draws, 1)):
+                    first, length, offset = _run(keys, drawn, draws, block, run)
+                    for c in range(0, length, KEYS):
+                        where = positions[START] + block * positions[STEP] + (offset + c) * apart
+                        low, high = _seen(limits, where, apart, place0, place0 + (rows - 1) * down)
+                        low, high = max(low, 0), min(high, length - c, KEYS)
                         if low >= high:
                             continue
-                        from_ = first + (c + low) * stride
-                        kc, vc = k[0] + (g * k[1] + from_ * k[2]) * size, v[0] + (g * v[1] + from_ * v[2]) * size
-                        transpose(like[0], high - low, width, kc, stride * k[2], across.ctypes.data, KEYS, size)
+                        key0 = first + (c + low) * stride
+                        k0, v0 = _address(k, g, key0, size), _address(v, g, key0, size)
+                        transpose(like[0], high - low, width, k0, stride * k[2], kt, KEYS, size)
+                        transpose(like[0], high - low, width, v0, stride * v[2], vt, KEYS, size)
                         across[:, : high - low] *= scale
-                        transpose(like[0], high - low, width, vc, stride * v[2], beyond.ctypes.data, KEYS, size)
-                        if own >= 0:  # counted from the first key of the block
-                            to = own * dk[1] + (offset + c + low) * dk[2]
-                            apart = dk[2]
-                        else:
-                            to = g * dk[1] + from_ * dk[2]
-                            apart = stride * dk[2]
-                        dkc, dvc = dk[0] + to * size, dv[0] + to * size
                         for r0 in range(0, rows, ROWS):
-                            many = min(ROWS, rows - r0)
-                            query = place0 + r0 * down
-                            a0, a1 = _seen(limits, where, positions[4], query, query + (many - 1) * down)
-                            a0, a1 = max(a0 - low, 0) // lanes * lanes, min(a1, high) - low
-                            count = a1 - a0
+                            many, query = min(ROWS, rows - r0), place0 + r0 * down
+                            column, count = _columns(limits, where, apart, query, down, many, low, high, lanes)
                             if count <= 0:
                                 continue
-                            padded = -(-count // lanes) * lanes
-                            qt = q[0] + (g * q[1] + query * q[2]) * size
-                            gt = g_out[0] + (g * g_out[1] + query * g_out[2]) * size
-                            st, dst = s.ctypes.data, ds.ctypes.data
-                            multiply(like[0], many, padded, width, qt, down * q[2], 1,
-                                     across.ctypes.data + a0 * size, KEYS, st, KEYS, size)  # fmt: skip
-                            multiply(like[0], many, padded, width, gt, down * g_out[2], 1,
-                                     beyond.ctypes.data + a0 * size, KEYS, dst, KEYS, size)  # fmt: skip
-                            key = first + (c + low + a0) * stride
-                            _mask_tile(s, many, count, limits, query, down, where + (low + a0) * positions[4], positions[4],
-                                       bias, block, begin + r0, offset + c + low + a0, exists[g % len(exists)], key, stride)  # fmt: skip
+                            key, padded, at = key0 + column * stride, -(-count // lanes) * lanes, low + column
+                            qt, gt = _address(q, g, query, size), _address(dout, g, query, size)
+                            tile, beside = (many, padded, width), column * size
+                            multiply(like[0], *tile, qt, down * q[2], 1, kt + beside, KEYS, st, KEYS, size)
+                            multiply(like[0], *tile, gt, down * dout[2], 1, vt + beside, KEYS, dst, KEYS, size)
+                            _mask_tile(s, many, count, limits, query, down, where + at * apart, apart,
+                                       mask, begin + r0, offset + c + at, real, key, stride)  # fmt: skip
                             for i in range(many):
-                                row, grad, at = s[i], ds[i], query + i * down
-                                base, less = lse[g, at], delta[r0 + i]
-                                for j in range(count):
-                                    row[j] = exp(row[j] - base)
-                                if dropout > 0:
-                                    _drop(grad, count, seed, instances[g], at, number + key, stride, dropout, up)
-                                for j in range(count):
-                                    grad[j] = row[j] * (grad[j] - less) * scale
-                                if dropout > 0:
-                                    _drop(row, count, seed, instances[g], at, number + key, stride, dropout, up)
-                            across_to = (a0 * apart) * size
-                            multiply_add(like[0], many, width, count, dst, KEYS, 1, kc + a0 * stride * k[2] * size,
-                                         stride * k[2], dq[0] + (g * dq[1] + query * dq[2]) * size, down * dq[2], size)  # fmt: skip
-                            multiply_add(like[0], count, width, many, dst, 1, KEYS, qt, down * q[2],
-                                         dkc + across_to, apart, size)  # fmt: skip
-                            multiply_add(like[0], count, width, many, st, 1, KEYS, gt, down * g_out[2],
-                                         dvc + across_to, apart, size)  # fmt: skip
+                                place = query + i * down
+                                _score_gradients(s[i], ds[i], count, lse[g, place], delta[r0 + i], scale, seed,
+                                                 instances[g], place, number + key, stride, dropout, up)  # fmt: skip
+                            # dq += ds·k, dk += dsᵀ·q, dv += wᵀ·dout
+                            right = (_address(k, g, key, size), stride * k[2])
+                            dqt = _address(dq, g, query, size)
+                            multiply_add(like[0], many, width, count, dst, KEYS, 1, *right, dqt, down * dq[2], size)
+                            instance, into, far = g, key, stride
+                            if own >= 0:  # sums of its own, counted from the first key of the block
+                                instance, into, far = own, offset + c + at, 1
+                            dkt, dvt = _address(dk, instance, into, size), _address(dv, instance, into, size)
+                            turned = (count, width, many)
+                            multiply_add(like[0], *turned, dst, 1, KEYS, qt, down * q[2], dkt, far * dk[2], size)
+                            multiply_add(like[0], *turned, st, 1, KEYS, gt, down * dout[2], dvt, far * dv[2], size)

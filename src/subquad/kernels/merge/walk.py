@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from subquad.core.hashing import dropout_seed
 from subquad.kernels.merge import tiles
 from subquad.kernels.merge.reference import SOURCE
 from subquad.kernels.merge.rows import grid_view
-from subquad.kernels.parallel import launch
+from subquad.kernels.parallel import launch, run
 from subquad.kernels.vectors import BYTES
 from subquad.supports.parts import Part, Plan
 
@@ -36,12 +37,11 @@ def forward(frame: Any, part: Part, plan: Plan, scale: float, seed: Tensor | Non
     k, v = frame.keys[part.source], frame.values[part.source]
     rows = min(part.queries.length, tiles.TASK_ROWS)
     chunks = -(-part.queries.length // rows)
-    with launch():
-        tiles.forward(
-            *_type(q), len(q) * part.queries.blocks * chunks, chunks, rows,
-            *(_matrix(x) for x in (q, k, v, out)), lse[..., 0].numpy(), *_geometry(part), part.fresh,
-            *_rules(frame, part, plan, q), *_randomness(frame, part, q, scale, seed, dropout),
-        )  # fmt: skip
+    run(
+        tiles.forward, *_type(q), len(q) * part.queries.blocks * chunks, chunks, rows,
+        *(_matrix(x) for x in (q, k, v, out)), lse[..., 0].numpy(), *_geometry(part), part.fresh,
+        *_rules(frame, part, plan, q), *_randomness(frame, part, q, scale, seed, dropout),
+    )  # fmt: skip
 
 
 def backward(frame: Any, part: Part, plan: Plan, scale: float, seed: Tensor | None, dropout: float) -> None:
@@ -52,10 +52,12 @@ def backward(frame: Any, part: Part, plan: Plan, scale: float, seed: Tensor | No
     dk, dv = frame.gradients[part.source], frame.gradients[m + part.source]
     with launch() as threads:
         phases, copies = _division(part, len(q), threads)
-        sums = [q.new_zeros(len(q) * copies, part.keys.length, q.shape[2]) for _ in range(2)] if copies > 1 else [dk, dv]
+        sums = (
+            [q.new_zeros(len(q) * copies, part.keys.length, q.shape[2]) for _ in range(2)] if copies > 1 else [dk, dv]
+        )
         for work in phases:
-            tiles.backward(
-                *_type(q), work, *(_matrix(x) for x in (g, q, k, v, out)), lse[..., 0].numpy(),
+            run(
+                tiles.backward, *_type(q), work, *(_matrix(x) for x in (g, q, k, v, out)), lse[..., 0].numpy(),
                 *(_matrix(x) for x in (dq, *sums)), *_geometry(part),
                 *_rules(frame, part, plan, q), *_randomness(frame, part, q, scale, seed, dropout),
             )  # fmt: skip
@@ -92,7 +94,7 @@ def _division(part: Part, instances: int, threads: int) -> tuple[list[np.ndarray
     return [_tasks(instances, [(*cut, at) for at, cut in enumerate(cuts)], copies)], copies
 
 
-def _tasks(instances: int, shares: list[tuple[int, ...]], copies: int = 0) -> np.ndarray:
+def _tasks(instances: int, shares: Sequence[tuple[int, ...]], copies: int = 0) -> np.ndarray:
     """(tasks, 6): every instance with every share."""
     shared = np.array(shares, dtype=np.int64)  # (shares, 5)
     number = np.arange(instances).repeat(len(shared))[:, None]

@@ -16,7 +16,14 @@ def takes(x: Tensor) -> bool:
 
 
 def pool_backward(
-    grad: Tensor, x: Tensor, out: Tensor, key_mask: Tensor | None, lengths: Tensor | None, size: int, skip: int, is_max: bool
+    grad: Tensor,
+    x: Tensor,
+    out: Tensor,
+    key_mask: Tensor | None,
+    lengths: Tensor | None,
+    size: int,
+    skip: int,
+    is_max: bool,
 ) -> Tensor:
     grad, x, out = (t.contiguous() for t in (grad, x, out))
     dx = torch.empty_like(x)
