@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.states import entrance
+from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.replay import Replay
 from subquad.attention.states.state import ROLLBACK, Memory, State
 from subquad.core.options import Options as BaseOptions
@@ -143,8 +144,10 @@ class Attention(nn.Module):
         """Move running averages by the statistics of a training step (summed over its micro-batches and processes)."""
         raise TypeError(f"{self.name} keeps no running averages: there is nothing to update")
 
-    def make_memory(self, rollback: int) -> Memory:
-        """What streaming keeps of the tokens so far; `rollback` tokens can be taken back. The fallback keeps all."""
+    def make_memory(self, margin: int) -> Memory:
+        """What streaming keeps of the tokens so far, and `margin` tokens more, so that these can be taken back. The
+        fallback keeps all.
+        """
         return Replay()
 
     @property
@@ -237,6 +240,10 @@ class Attention(nn.Module):
             k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         rows = Rows(real, None if real is None else lengths, None, None)
         return self.attend(q, k, v, self._call(rows, seed, q.shape[2]))
+
+    def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, factors: Tensor | None = None) -> Tensor:
+        """New queries to the keys that streaming keeps, (B, H, m, d), as far as they are seen, (B, H or 1, t, m)."""
+        return attend_kept(q, k, v, seen, self.options.softmax_scale, factors)
 
     # ---- inside a layer ----
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from subquad.attention.states.state import Chunk, State
+from subquad.attention.states.state import LEAST, Chunk, State
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -36,7 +36,7 @@ def start(module: Attention, batch_size: int, device: Any, dtype: Any, seed: Ten
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point dtype, not {dtype!r}")
     zero = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    return State(name, module.make_memory(rollback), zero, zero, seed, rollback, dtype)
+    return State(name, module.make_memory(max(LEAST, rollback)), zero, zero, seed, rollback, dtype)
 
 
 def extend(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from subquad.attention.base import Attention
 
 ROLLBACK = 64  # tokens that `crop` can take back, unless `start` is told otherwise
+LEAST = 16  # room for new tokens beside those that are still named: so many are written at a time
 Buffers = dict[str, Tensor]
 
 
