@@ -46,6 +46,10 @@ class Cosformer(KernelAttention):
         real = 1 if call.key_mask is None else call.key_mask[:, None, :, None]
         return Features(_turned(q, angle), _turned(k, angle) * real)
 
+    def features_from(self, q, k, real, position, before):
+        angle = math.pi / 2 * position[:, None, :, None].to(q.dtype) / self.options.max_length  # (B, 1, t, 1)
+        return Features(_turned(q, angle), _turned(k, angle) * (1 if real is None else real[:, None, :, None]))
+
     def _angles(self, q: Tensor, call: Call) -> Tensor:
         """π/2 · i/M; what lies behind the end of a row has the angle of its end."""
         n, place = q.shape[2], torch.arange(q.shape[2], device=q.device)
