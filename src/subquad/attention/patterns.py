@@ -176,7 +176,7 @@ class PatternAttention(Attention):
         families = [None if f == UNION else f for f in self._families()]
         used = list(dict.fromkeys(families))
         kept = self.pattern.kept(used, margin)
-        sees = [_Sees(self.pattern, family) for family in used]
+        sees = [FamilySees(self.pattern, family) for family in used]
         heads = [used.index(family) for family in families]
         heads = heads * self.options.num_heads if len(heads) == 1 else heads
         memory = NamedKeys if kept == EVERYTHING else Keys
@@ -202,7 +202,7 @@ class PatternAttention(Attention):
         return torch.stack([masks[f] for f in self._families()])
 
 
-class _Sees:
+class FamilySees:
     """The definition of a family, as streaming asks for it; a class, so that a state can be pickled."""
 
     def __init__(self, pattern: Pattern, family: int | None) -> None:

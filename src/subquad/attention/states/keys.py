@@ -104,7 +104,7 @@ class Keys(Memory):
     ) -> tuple[Tensor, Buffers, Tensor]:
         after = length + chunk.added
         buffers = self._written(module, chunk, buffers, length, after)
-        used = buffers["k"].shape[2] - 1 if torch.compiler.is_compiling() else self.slots_for(int(after.max()))
+        used = self._used(buffers, after)
         entries = self._entries(after, used)
         seen = self._seen(chunk.position, entries) & buffers["real"][:, None, None, :used]  # (B, H or 1, t, m)
         out = self._attend(module, chunk, buffers, used, seen, entries, seed)
@@ -127,7 +127,15 @@ class Keys(Memory):
                 buffers[name] = write(buffers[name], slot, x.to(buffers[name].dtype))
         return buffers
 
+    def _used(self, buffers: Buffers, after: Tensor) -> int:
+        return buffers["k"].shape[2] - 1 if torch.compiler.is_compiling() else self.slots_for(int(after.max()))
+
     # ---- who sees what ----
+
+    def seen(self, chunk: Chunk, buffers: Buffers, after: Tensor) -> Tensor:
+        """Which slots the new queries see, bool (B, H or 1, t, slots)."""
+        used = self._used(buffers, after)
+        return self._seen(chunk.position, self._entries(after, used)) & buffers["real"][:, None, None, :used]
 
     def _entries(self, after: Tensor, used: int) -> list[Tensor]:
         """What the slots of each row hold, (B, slots), -1 = nothing that counts."""
