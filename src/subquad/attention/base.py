@@ -150,6 +150,12 @@ class Attention(nn.Module):
         """
         return Replay()
 
+    kept_width: int = 0  # numbers of a key that streaming keeps, where that is more than head_dim
+
+    def kept_keys(self, n: int) -> float:
+        """How many keys, or summaries of keys, the state of a head has after n tokens, up to a constant."""
+        return float(n)
+
     @property
     def open_size(self) -> str | None:
         """The option that is left open and follows the length of a call: streaming cannot have that."""

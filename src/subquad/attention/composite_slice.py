@@ -237,6 +237,11 @@ class CompositeSlice(Attention):
     def make_memory(self, margin: int) -> Memory:
         return Slices(self.options, margin)
 
+    def kept_keys(self, n: int) -> float:
+        """αL tokens at each scale, as embeddings too, and all of the coarsest."""
+        o = self.options
+        return 2 * (o.levels - 1) * o.extension * o.slice_length + n / o.slice_length ** (o.levels - 1)
+
     def _call_of(self, seed: Tensor | None) -> Call:
         return Call(seed=seed, dropout=self.options.dropout if self.training else 0.0, training=self.training)
 

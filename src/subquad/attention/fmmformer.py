@@ -99,6 +99,9 @@ class FMMformer(Attention):
         near = Keys(self.band.kept([None], margin), [FamilySees(self.band, None)], [0] * self.options.num_heads, margin)
         return NearAndFar(near, self.options.rank, margin)
 
+    def kept_keys(self, n: int) -> float:
+        return self.options.bandwidth + self.options.rank * (self.options.head_dim + 32.0)
+
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         work = torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(work), k.to(work)

@@ -88,6 +88,9 @@ class Luna(OutputAttention):
     def make_memory(self, margin: int) -> Memory:
         return Packed(margin)
 
+    def kept_keys(self, n: int) -> float:
+        return float(2 * self.options.memory)
+
     def packing(self, k: Tensor) -> Tensor:
         """c of new keys (B, H, t, d): (B, H, t, l)."""
         return self._activated(k @ self.memory.to(k.dtype).mT * self.options.softmax_scale)

@@ -272,6 +272,9 @@ class Fixed(PatternAttention):
         w: int | None = option(None, "length of a segment; None = ⌈√n⌉", ge=1)
         close: bool = option(False, "make the last token a summary token too")
 
+    def kept_keys(self, n: int) -> float:
+        return self.sized(n).w + n / self.sized(n).w
+
 
 class Star(PatternAttention):
     __doc__ = patterns.Star.__doc__
@@ -287,6 +290,9 @@ class Star(PatternAttention):
     class Options(PatternOptions):
         w: int = option(8, "neighbours on each side", ge=1)
         relay: Literal["last", "first"] = option("last", "where the relay token stands")
+
+    def kept_keys(self, n: int) -> float:
+        return self.options.w + 1.0
 
 
 class Random(PatternAttention):
@@ -320,6 +326,9 @@ class Longformer(PatternAttention):
     class Options(PatternOptions):
         window: int = option(128, "width of the window, half to each side", ge=1)
         global_tokens: int = option(0, "that many first tokens see and are seen by all", ge=0)
+
+    def kept_keys(self, n: int) -> float:
+        return self.options.window / 2 + self.options.global_tokens
 
 
 class BigBird(PatternAttention):
