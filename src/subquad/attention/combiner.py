@@ -57,6 +57,7 @@ class Combiner(Attention):
     paper = "Ren et al. 2021"
     grouped = True
     free_size: ClassVar[str] = ""  # the option that, left open, follows the length
+    continues: ClassVar[bool] = False  # its partition has plans "from:a", for long chunks of a stream
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
@@ -104,8 +105,8 @@ class Combiner(Attention):
         kept = self.partition.kept(margin)
         if kept is None:
             return super().make_memory(margin)
-        skip = getattr(self.partition, "sinks", 0)
-        return Summaries(kept, self.partition.sees, self.options.num_heads, margin, skip)
+        skip, text = getattr(self.partition, "sinks", 0), self.partition.text if self.continues else None
+        return Summaries(kept, self.partition.sees, self.options.num_heads, margin, skip, text)
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self.terms(q, k, call).weights()

@@ -32,6 +32,7 @@ class CombinerFixed(Combiner):
 
     cost = "n·√n"
     free_size = "span"
+    continues = True
     gallery = {"span": 8}
 
     @dataclass(frozen=True, kw_only=True)

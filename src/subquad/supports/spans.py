@@ -76,7 +76,14 @@ class Fixed(Partition):
         return (GroupSet("spans", self.span),)
 
     def plan(self, n, which):
-        return Tree(causal=self.causal, span=self.span, depth=1).plan(n, which)
+        """ "from:a" is "main" for n causal tokens that a complete spans stand before; these are the first summaries."""
+        if not which.startswith("from:"):
+            return Tree(causal=self.causal, span=self.span, depth=1).plan(n, which)
+        s, before = self.span, int(which.removeprefix("from:"))
+        inside = n // s  # complete spans among the n tokens
+        new = range(before, before + inside), range(s - 1, s * inside, s)
+        parts = diagonal(0, n, s, causal=True) + rows_to_keys(range(n), range(before), source=1)
+        return make_plan(parts + rows_to_keys(range(n), new[0], positions=new[1], source=1, hi=-1), n)
 
     def kept(self, margin):
         return Tree(causal=self.causal, span=self.span, depth=1).kept(margin)

@@ -1,4 +1,4 @@
-"""Checks of streaming: any split is one call, a state is a value, it grows as declared, bad input leaves it unharmed."""
+"""Checks of streaming: any split is one call, a state is a value and grows as declared, bad input does not harm it."""
 
 from __future__ import annotations
 

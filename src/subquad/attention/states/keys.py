@@ -80,12 +80,23 @@ class Keys(Memory):
             buffers = self.empty(chunk)
             if t > step:
                 return self._whole(module, chunk, buffers, state.seed)
+        elif t > step and self.has_fast_path(module, chunk, state):
+            return self.continued(module, chunk, buffers, int(length[0]), state.seed)
         outs = []
         for first in range(0, t, step):
             piece = chunk if t <= step else chunk.part(first, first + step)
             out, buffers, length = self._step(module, piece, buffers, length, state.seed)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
+
+    def has_fast_path(self, module: Attention, chunk: Chunk, state: State) -> bool:
+        """Can a long chunk go on from here through the kernels? Else it goes on a few tokens at a time."""
+        return False
+
+    def continued(
+        self, module: Any, chunk: Chunk, buffers: Buffers, length: int, seed: Tensor | None
+    ) -> tuple[Tensor, Buffers]:
+        raise NotImplementedError
 
     def empty(self, chunk: Chunk) -> Buffers:
         slots = self.starts()[-1] + (self.kept[-1].size or FIRST) + 1

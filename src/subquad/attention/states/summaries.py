@@ -15,6 +15,7 @@ from torch import Tensor
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Buffers, Chunk, read, write
 from subquad.attention.states.sums import every_head
+from subquad.kernels.merge import merge_attention
 from subquad.supports.kept import Kept
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ class Summaries(Keys):
 
     growth = "s + n/s"
 
-    def __init__(self, kept, sees, heads: int, margin: int, skip: int = 0) -> None:
+    def __init__(self, kept, sees, heads: int, margin: int, skip: int = 0, support: str | None = None) -> None:
         super().__init__(kept, [sees], [0] * heads, margin)
         self.skip = skip  # that many first tokens are in no span
+        self.support = support  # whose plan "from:a" continues a long chunk
         self.tokens = next(one for one in self.kept if one.source == 0 and one.ring)
         self.levels = sorted((one for one in self.kept if one.source), key=lambda one: one.source)
 
@@ -56,11 +58,7 @@ class Summaries(Keys):
 
     def _written(self, module: Attention, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
         chunk = _every_head(chunk)
-        buffers = super()._written(module, chunk, buffers, length, after)
-        ring = self.tokens
-        mine = chunk.position >= (after - ring.size)[:, None]
-        mine = mine if chunk.here is None else mine & chunk.here
-        buffers["q"] = write(buffers["q"], torch.where(mine, ring.slots(chunk.position), ring.size), chunk.q)
+        buffers = self._tokens_written(module, chunk, buffers, length, after)
         below: Summary | None = None
         for one in self.levels:
             first, stop = length // one.unit, after // one.unit  # (B,): blocks that are complete by now
@@ -76,6 +74,54 @@ class Summaries(Keys):
                 found = self._of_kept(module, buffers, one, block)
             buffers, below = self._put(buffers, one, block, block < stop[:, None], stop, found), found
         return buffers
+
+    def _tokens_written(self, module, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
+        buffers, ring = super()._written(module, chunk, buffers, length, after), self.tokens
+        mine = chunk.position >= (after - ring.size)[:, None]
+        mine = mine if chunk.here is None else mine & chunk.here
+        buffers["q"] = write(buffers["q"], torch.where(mine, ring.slots(chunk.position), ring.size), chunk.q)
+        return buffers
+
+    # ---- long chunks ----
+
+    def has_fast_path(self, module, chunk, state):
+        """Spans alone, rows of equal length without padding, nothing dropped: the rest of a span, and what is new."""
+        if self.support is None or chunk.real is not None or torch.compiler.is_compiling():
+            return False
+        return not (module.training and module.options.dropout) and bool((state.length == state.length[0]).all())
+
+    def continued(self, module, chunk, buffers, length, seed):
+        """As one call does it, from the beginning of the span that is not complete: its tokens, the summaries of the
+        spans before, and the new tokens.
+        """
+        (top,), every = self.levels, _every_head(chunk)
+        rest, size = length % top.unit, top.unit
+        after = torch.full_like(chunk.position[:, 0], length + chunk.q.shape[2])
+        buffers = self.reserve(buffers, int(after[0]))
+        ring = self._ring_slots(range(length - rest, length), chunk.position.device)
+        start = self._start(self.tokens)
+        old = buffers["q"][:, :, ring], *(buffers[name][:, :, ring + start] for name in ("k", "v"))
+        q, k, v = (torch.cat((x, y), 2) for x, y in zip(old, every[:3], strict=True))  # (B, H, rest + t, d)
+        real = torch.cat((buffers["real"][:, ring + start], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
+        first, many = length // size, q.shape[2] // size
+        if many:
+            blocks = [x[:, :, : many * size].unflatten(2, (many, size)) for x in (q, k, v)]
+            found = of_tokens(module, *blocks, real[:, : many * size].unflatten(1, (many, size)))
+            block = torch.arange(first, first + many, device=after.device).expand(len(after), many)
+            buffers = self._put(buffers, top, block, block >= 0, block[:, -1] + 1, found)
+        kept = slice(self._start(top), self._start(top) + first + many)
+        sources = ([x, buffers[name][:, :, kept]] for name, x in (("k", k), ("v", v)))
+        valid = [real[:, None], buffers["real"][:, None, kept]]
+        valid = [None, None] if all(bool(x.all()) for x in valid) else valid
+        about = {"scale": module.options.softmax_scale, "valid": valid}
+        out = merge_attention(q, *sources, self.support, f"from:{first}", q.shape[2], **about)
+        buffers = self._tokens_written(module, every, buffers, after - chunk.added, after)
+        return out[:, :, rest:].to(chunk.q.dtype), buffers
+
+    def _ring_slots(self, positions: range, device: torch.device) -> Tensor:
+        return self.tokens.slots(torch.arange(positions.start, positions.stop, device=device))
+
+    # ---- summaries ----
 
     def _of_all(self, module: Any, chunk: Chunk, one: Kept, below: Summary | None, many: int) -> Summary:
         """All blocks of a level, from all tokens or all summaries below."""
