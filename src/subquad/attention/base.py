@@ -247,8 +247,12 @@ class Attention(nn.Module):
         rows = Rows(real, None if real is None else lengths, None, None)
         return self.attend(q, k, v, self._call(rows, seed, q.shape[2]))
 
-    def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, factors: Tensor | None = None) -> Tensor:
-        """New queries to the keys that streaming keeps, (B, H, m, d), as far as they are seen, (B, H or 1, t, m)."""
+    def attend_kept(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, position: Tensor, factors: Tensor | None = None
+    ) -> Tensor:
+        """New queries at positions (B, t) to the keys that streaming keeps, (B, H, m, d), as far as they are seen, bool
+        (B, H or 1, t, m). `factors` (B, H, t, m) is what dropout multiplies the weights with.
+        """
         return attend_kept(q, k, v, seen, self.options.softmax_scale, factors)
 
     # ---- inside a layer ----

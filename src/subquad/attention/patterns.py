@@ -182,7 +182,7 @@ class PatternAttention(Attention):
         memory = NamedKeys if kept == EVERYTHING else Keys
         return memory(kept, sees, heads, margin)
 
-    def attend_kept(self, q, k, v, seen, factors=None):
+    def attend_kept(self, q, k, v, seen, position, factors=None):
         rho = None if self.options.map == "softmax" else self.map_of_heads
         return attend_kept(q, k, v, seen, self.options.softmax_scale, factors, rho)
 

@@ -182,7 +182,7 @@ class Keys(Memory):
                 [e + one.source * SOURCE for one, e in zip(self.kept, entries, strict=True)], -1
             )  # (B, slots)
             factors = factors_of(module, chunk, columns, seed)
-        return module.attend_kept(chunk.q, k, v, seen, factors)
+        return module.attend_kept(chunk.q, k, v, seen, chunk.position, factors)
 
 
 def factors_of(module: Attention, chunk: Chunk, columns: Tensor, seed: Tensor | None) -> Tensor:
