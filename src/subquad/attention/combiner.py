@@ -57,7 +57,6 @@ class Combiner(Attention):
     paper = "Ren et al. 2021"
     grouped = True
     free_size: ClassVar[str] = ""  # the option that, left open, follows the length
-    continues: ClassVar[bool] = False  # its partition has plans "from:a", for long chunks of a stream
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
@@ -102,11 +101,9 @@ class Combiner(Attention):
         return merge_attention(tokens.q, keys, values, text, "main", n, scale=scale, **about).to(q.dtype)
 
     def make_memory(self, margin: int) -> Memory:
-        kept = self.partition.kept(margin)
-        if kept is None:
+        if self.partition.kept(margin) is None:
             return super().make_memory(margin)
-        skip, text = getattr(self.partition, "sinks", 0), self.partition.text if self.continues else None
-        return Summaries(kept, self.partition.sees, self.options.num_heads, margin, skip, text)
+        return Summaries(self.partition, self.options.num_heads, margin)
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self.terms(q, k, call).weights()

@@ -32,7 +32,6 @@ class CombinerFixed(Combiner):
 
     cost = "n·√n"
     free_size = "span"
-    continues = True
     gallery = {"span": 8}
 
     @dataclass(frozen=True, kw_only=True)

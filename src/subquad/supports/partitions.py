@@ -106,6 +106,10 @@ class Partition(Support):
         """Which tokens and summaries queries can still name, `margin` tokens more; None = streaming keeps all."""
         return None
 
+    def begin(self, i: int) -> int | None:
+        """Where the plan "from:a" for queries from i on begins, after a whole spans; None = it has none."""
+        return None
+
     def sees(self, source: int, i: Tensor, entry: Tensor) -> Tensor:
         """Does the query at i see an entry of a source: token `entry`, or the summary of span number `entry`?"""
         raise TypeError(f"{type(self).__name__} does not say what streaming keeps")

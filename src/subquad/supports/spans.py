@@ -91,6 +91,9 @@ class Fixed(Partition):
     def sees(self, source, i, entry):
         return Tree(causal=self.causal, span=self.span, depth=1).sees(source, i, entry)
 
+    def begin(self, i):
+        return i // self.span * self.span
+
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Partition):
@@ -129,6 +132,8 @@ class Window(Partition):
     def plan(self, n, which):
         s, w, causal = self.span, self.window, self.causal
         assert s is not None
+        if which.startswith("from:"):
+            return self._continued(n, int(which.removeprefix("from:")))
         if which != "main":
             return span_members(n, s, self.sinks)
         rule = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0 if causal else w - 1, "past": causal}
@@ -150,6 +155,19 @@ class Window(Partition):
         near = recent(self.window + self.span - 2, margin)
         sinks = (first_ones(self.sinks),) if self.sinks else ()
         return (*sinks, near, Kept(1, unit=self.span))
+
+    def _continued(self, n: int, before: int) -> Plan:
+        """ "from:a" is "main" for n causal tokens that a spans stand before, the sinks among them: sources 1 and 2."""
+        s, w = self.span, self.window
+        rule = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0, "past": True}
+        reach = windows(0, n, w + s - 2, 0, block=-(-window_block(w) // s) * s)
+        spans = range(self.sinks // s, before + n // s)
+        ends = range(s * (spans.start + 1 - before) - 1, s * (spans.stop - before), s)  # counted from the first token
+        parts = [replace(p, **rule) for p in reach] + rows_to_keys(range(n), range(self.sinks), source=2)
+        return make_plan(parts + rows_to_keys(range(n), spans, positions=ends, source=1, hi=-w), n)
+
+    def begin(self, i):
+        return max(0, (i - self.window + 1) // self.span * self.span)
 
     def sees(self, source, i, entry):
         s = self.span

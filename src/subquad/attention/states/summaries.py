@@ -36,10 +36,10 @@ class Summaries(Keys):
 
     growth = "s + n/s"
 
-    def __init__(self, kept, sees, heads: int, margin: int, skip: int = 0, support: str | None = None) -> None:
-        super().__init__(kept, [sees], [0] * heads, margin)
-        self.skip = skip  # that many first tokens are in no span
-        self.support = support  # whose plan "from:a" continues a long chunk
+    def __init__(self, partition: Any, heads: int, margin: int) -> None:
+        super().__init__(partition.kept(margin), [partition.sees], [0] * heads, margin)
+        self.partition = partition
+        self.skip = getattr(partition, "sinks", 0)  # that many first tokens are in no span
         self.tokens = next(one for one in self.kept if one.source == 0 and one.ring)
         self.levels = sorted((one for one in self.kept if one.source), key=lambda one: one.source)
 
@@ -85,41 +85,40 @@ class Summaries(Keys):
     # ---- long chunks ----
 
     def has_fast_path(self, module, chunk, state):
-        """Spans alone, rows of equal length without padding, nothing dropped: the rest of a span, and what is new."""
-        if self.support is None or chunk.real is not None or torch.compiler.is_compiling():
+        """One level of spans, rows of equal length without padding, nothing dropped; sinks lie before the window."""
+        if chunk.real is not None or torch.compiler.is_compiling() or (module.training and module.options.dropout):
             return False
-        return not (module.training and module.options.dropout) and bool((state.length == state.length[0]).all())
+        begin = self.partition.begin(int(state.length[0]))
+        return begin is not None and begin >= self.skip and bool((state.length == state.length[0]).all())
 
     def continued(self, module, chunk, buffers, length, seed):
-        """As one call does it, from the beginning of the span that is not complete: its tokens, the summaries of the
-        spans before, and the new tokens.
+        """As one call does it, from the first token that is still seen directly: the tokens from there on, the
+        summaries of all spans, and the sinks.
         """
-        (top,), every = self.levels, _every_head(chunk)
-        rest, size = length % top.unit, top.unit
+        (top,), every, size = self.levels, _every_head(chunk), self.levels[0].unit
         after = torch.full_like(chunk.position[:, 0], length + chunk.q.shape[2])
         buffers = self.reserve(buffers, int(after[0]))
-        ring = self._ring_slots(range(length - rest, length), chunk.position.device)
-        start = self._start(self.tokens)
+        begin, start = self.partition.begin(length), self._start(self.tokens)
+        ring = self.tokens.slots(torch.arange(begin, length, device=after.device))
         old = buffers["q"][:, :, ring], *(buffers[name][:, :, ring + start] for name in ("k", "v"))
-        q, k, v = (torch.cat((x, y), 2) for x, y in zip(old, every[:3], strict=True))  # (B, H, rest + t, d)
+        q, k, v = (torch.cat((x, y), 2) for x, y in zip(old, every[:3], strict=True))  # (B, H, r + t, d)
         real = torch.cat((buffers["real"][:, ring + start], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
-        first, many = length // size, q.shape[2] // size
-        if many:
-            blocks = [x[:, :, : many * size].unflatten(2, (many, size)) for x in (q, k, v)]
-            found = of_tokens(module, *blocks, real[:, : many * size].unflatten(1, (many, size)))
-            block = torch.arange(first, first + many, device=after.device).expand(len(after), many)
+        first, stop = length // size, int(after[0]) // size  # spans that are complete now
+        if stop > first:
+            own = slice(first * size - begin, stop * size - begin)
+            blocks = [x[:, :, own].unflatten(2, (-1, size)) for x in (q, k, v)]
+            found = of_tokens(module, *blocks, real[:, own].unflatten(1, (-1, size)))
+            block = torch.arange(first, stop, device=after.device).expand(len(after), stop - first)
             buffers = self._put(buffers, top, block, block >= 0, block[:, -1] + 1, found)
-        kept = slice(self._start(top), self._start(top) + first + many)
-        sources = ([x, buffers[name][:, :, kept]] for name, x in (("k", k), ("v", v)))
-        valid = [real[:, None], buffers["real"][:, None, kept]]
-        valid = [None, None] if all(bool(x.all()) for x in valid) else valid
+        kept = [slice(self._start(top), self._start(top) + stop)]
+        kept += [slice(0, self.skip)] if self.skip else []  # the first row of slots
+        sources = ([x, *(buffers[name][:, :, own] for own in kept)] for name, x in (("k", k), ("v", v)))
+        valid = [real[:, None], *(buffers["real"][:, None, own] for own in kept)]
+        valid = [None] * len(valid) if all(bool(x.all()) for x in valid) else valid
         about = {"scale": module.options.softmax_scale, "valid": valid}
-        out = merge_attention(q, *sources, self.support, f"from:{first}", q.shape[2], **about)
+        out = merge_attention(q, *sources, self.partition.text, f"from:{begin // size}", q.shape[2], **about)
         buffers = self._tokens_written(module, every, buffers, after - chunk.added, after)
-        return out[:, :, rest:].to(chunk.q.dtype), buffers
-
-    def _ring_slots(self, positions: range, device: torch.device) -> Tensor:
-        return self.tokens.slots(torch.arange(positions.start, positions.stop, device=device))
+        return out[:, :, length - begin :].to(chunk.q.dtype), buffers
 
     # ---- summaries ----
 
