@@ -247,6 +247,11 @@ class Attention(nn.Module):
         rows = Rows(real, None if real is None else lengths, None, None)
         return self.attend(q, k, v, self._call(rows, seed, q.shape[2]))
 
+    @property
+    def maps_by_softmax(self) -> bool:
+        """Do kept keys get their weights by a plain softmax of q·k·scale?"""
+        return getattr(self.options, "map", "softmax") == "softmax"
+
     def attend_kept(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, position: Tensor, factors: Tensor | None = None
     ) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 import subquad.kernels.flash  # noqa: F401  (teaches the FLOP counter torch's own kernel)
 from subquad.attention.base import Attention, Call, Capabilities, Record, repeat_heads
 from subquad.attention.states.attending import attend_kept
-from subquad.attention.states.chosen import past
+from subquad.attention.states.chosen import all_before, past
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors, ranks
@@ -73,7 +73,7 @@ class Full(Attention):
         return masked_map(self.map, q, k, self._seen(q, k, seen), call.key_mask, self.options.softmax_scale)
 
     def make_memory(self, margin: int) -> Memory:
-        return Keys(EVERYTHING, [past], [0] * self.options.num_heads, margin)
+        return Keys(EVERYTHING, [past], [0] * self.options.num_heads, margin, all_before)
 
     def attend_kept(self, q, k, v, seen, position, factors=None):
         rho = None if self.options.map == "softmax" else self.map

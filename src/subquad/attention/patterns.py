@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any, ClassVar, Literal
 
@@ -179,8 +180,10 @@ class PatternAttention(Attention):
         sees = [FamilySees(self.pattern, family) for family in used]
         heads = [used.index(family) for family in families]
         heads = heads * self.options.num_heads if len(heads) == 1 else heads
-        memory = NamedKeys if kept == EVERYTHING else Keys
-        return memory(kept, sees, heads, margin)
+        if kept == EVERYTHING:
+            return NamedKeys(kept, sees, heads, margin)
+        ranges = partial(self.pattern.ranges, used) if len(used) == 1 else None
+        return Keys(kept, sees, heads, margin, ranges)
 
     def attend_kept(self, q, k, v, seen, position, factors=None):
         rho = None if self.options.map == "softmax" else self.map_of_heads

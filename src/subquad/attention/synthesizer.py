@@ -101,6 +101,8 @@ class Synthesizer(Attention):
     def make_memory(self, margin: int) -> Memory:
         return Keys(EVERYTHING, [past], [0] * self.options.num_heads, margin)
 
+    maps_by_softmax = False  # of scores that are made
+
     def attend_kept(self, q, k, v, seen, position, factors=None):
         work, m, o = torch.promote_types(q.dtype, torch.float32), k.shape[2], self.options
         if o.variant == "random":

@@ -91,6 +91,9 @@ class Fixed(Partition):
     def sees(self, source, i, entry):
         return Tree(causal=self.causal, span=self.span, depth=1).sees(source, i, entry)
 
+    def ranges(self, i):
+        return Tree(causal=self.causal, span=self.span, depth=1).ranges(i)
+
     def begin(self, i):
         return i // self.span * self.span
 
@@ -165,6 +168,12 @@ class Window(Partition):
         ends = range(s * (spans.start + 1 - before) - 1, s * (spans.stop - before), s)  # counted from the first token
         parts = [replace(p, **rule) for p in reach] + rows_to_keys(range(n), range(self.sinks), source=2)
         return make_plan(parts + rows_to_keys(range(n), spans, positions=ends, source=1, hi=-w), n)
+
+    def ranges(self, i):
+        near = max(self.begin(i), self.sinks)
+        runs = [range(min(self.sinks, i + 1))] if self.sinks else []
+        runs += [range(near, i + 1), range(self.sinks // self.span, self.begin(i) // self.span)]
+        return list(enumerate(runs))
 
     def begin(self, i):
         return max(0, (i - self.window + 1) // self.span * self.span)
@@ -248,6 +257,14 @@ class Tree(Partition):
             return (entry <= i) & (entry >= i // parent * parent)
         seen = entry < i // size
         return seen if source == self.depth else seen & (entry * size >= i // parent * parent)
+
+    def ranges(self, i):
+        s, runs = self.span, [range(i // self.span * self.span, i + 1)]
+        for level in range(1, self.depth + 1):
+            size = s**level
+            first = 0 if level == self.depth else i // (size * s) * s
+            runs.append(range(first, i // size))
+        return list(enumerate(runs))
 
     def _inside(self, n: int, s: int, level: int) -> list[Part]:
         """Level t < depth: each block of s^(t+1) queries sees the s summaries inside it, except the own one.

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Buffers, Chunk, grown, write
-from subquad.supports.kept import EVERYTHING
+from subquad.supports.kept import EVERYTHING, Ranges
 
 
 def past(source: int, i: Tensor, j: Tensor) -> Tensor:
     return j <= i
+
+
+def all_before(i: int) -> Ranges:
+    return [(0, range(i + 1))]
 
 
 class Chosen(Keys):

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from subquad.attention.states.attending import attend_runs
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, write
 from subquad.core.hashing import dropout_factors
-from subquad.supports.kept import Kept
+from subquad.supports.kept import Kept, Ranges
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -30,18 +31,27 @@ class Keys(Memory):
 
     growth = "the keys that are still named"
 
-    def __init__(self, kept: Sequence[Kept], sees: Sequence[Sees], families: Sequence[int], margin: int) -> None:
+    def __init__(
+        self,
+        kept: Sequence[Kept],
+        sees: Sequence[Sees],
+        families: Sequence[int],
+        margin: int,
+        ranges: Callable[[int], Ranges | None] | None = None,
+    ) -> None:
         # what grows stands last, so that nothing moves when it does
         self.kept = tuple(sorted(kept, key=lambda one: one.size == 0))
         self.order = tuple(self.kept.index(one) for one in kept)  # who holds a token first
         self.sees, self.families, self.margin = tuple(sees), tuple(families), margin
+        self.ranges = None if ranges is None or ranges(0) is None else ranges  # what one query sees, as runs
+        self.begins = [sum(one.size for one in self.kept[:index]) for index in range(len(self.kept))]
         self.compact = all(one.size or one.unit > 1 or one.step > 1 for one in kept)
 
     # ---- slots ----
 
     def starts(self) -> list[int]:
         """Where each row of slots begins."""
-        return [sum(one.size for one in self.kept[:index]) for index in range(len(self.kept))]
+        return self.begins
 
     def slots_for(self, n: int) -> int:
         """Slots that rows of up to n tokens fill."""
@@ -50,6 +60,8 @@ class Keys(Memory):
 
     def reserve(self, buffers: Buffers, length: int) -> Buffers:
         wanted = self.slots_for(length) + 1
+        if not buffers or buffers["k"].shape[2] >= wanted:
+            return buffers
         return {
             name: grown(x, wanted, x.dim() // 2) if name in ("k", "v", "real") else x for name, x in buffers.items()
         }
@@ -74,13 +86,15 @@ class Keys(Memory):
     # ---- a chunk ----
 
     def extend(self, module: Attention, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
-        t, step = chunk.q.shape[2], self.margin
+        t, step, even = chunk.q.shape[2], self.margin, self._even(module, chunk, state)
         buffers, length = dict(state.buffers), state.length
         if not buffers:
             buffers = self.empty(chunk)
             if t > step:
                 return self._whole(module, chunk, buffers, state.seed)
-        elif t > step and self.has_fast_path(module, chunk, state):
+        if t == 1 and even is not None and self.ranges is not None:
+            return self._one(module, chunk, buffers, length, even)
+        if t > step and self.has_fast_path(module, chunk, state):
             return self.continued(module, chunk, buffers, int(length[0]), state.seed)
         outs = []
         for first in range(0, t, step):
@@ -88,6 +102,53 @@ class Keys(Memory):
             out, buffers, length = self._step(module, piece, buffers, length, state.seed)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
+
+    # ---- rows of equal length, without padding and without gradients ----
+
+    @staticmethod
+    def _even(module: Any, chunk: Chunk, state: State) -> int | None:
+        """The length of all rows, where what is new can be written in place and read in slices."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or chunk.real is not None:
+            return None
+        plain = not (module.training and module.options.dropout) and module.maps_by_softmax
+        return state.even if plain else None
+
+    def write_run(self, chunk: Chunk, buffers: Buffers, first: int) -> Buffers:
+        """The tokens from position `first` on, written into their slots in slices."""
+        stop = first + chunk.q.shape[2]
+        buffers = self.reserve(buffers, stop)
+        for one, start in zip(self.kept, self.begins, strict=True):
+            if one.source:
+                continue
+            begin, end = first, stop
+            if one.ring:
+                begin = max(first, stop - one.size)
+            elif one.step > 1 or one.size:
+                begin = max(one.start, one.start - (one.start - first) // one.step * one.step)
+                end = min(stop, one.start + one.size * one.step) if one.size else stop
+            taken = range(begin, end, one.step)
+            at = begin
+            for own in one.slices(taken):
+                many = own.stop - own.start
+                for name, x in (("k", chunk.k), ("v", chunk.v)):
+                    new = x[:, :, at - first : at - first + (many - 1) * one.step + 1 : one.step]
+                    buffers[name][:, :, start + own.start : start + own.stop] = new
+                at += many * one.step
+        return buffers
+
+    def _one(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, i: int) -> tuple[Tensor, Buffers]:
+        """One token per row at position i: what it sees are a few runs of slots."""
+        buffers = self.written_run(module, chunk, buffers, length, i)
+        assert self.ranges is not None
+        runs = []
+        for number, entries in self.ranges(i) or []:
+            index = self.order[number]
+            start = self.begins[index]
+            runs += [slice(start + own.start, start + own.stop) for own in self.kept[index].slices(entries)]
+        return attend_runs(chunk.q, buffers["k"], buffers["v"], runs, module.options.softmax_scale), buffers
+
+    def written_run(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, first: int) -> Buffers:
+        return self.write_run(chunk, buffers, first)
 
     def has_fast_path(self, module: Attention, chunk: Chunk, state: State) -> bool:
         """Can a long chunk go on from here through the kernels? Else it goes on a few tokens at a time."""
@@ -101,13 +162,15 @@ class Keys(Memory):
     def empty(self, chunk: Chunk) -> Buffers:
         slots = self.starts()[-1] + (self.kept[-1].size or FIRST) + 1
         k, v = (x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (chunk.k, chunk.v))
-        return {"k": k, "v": v, "real": torch.zeros(k.shape[0], slots, dtype=torch.bool, device=k.device)}
+        return {"k": k, "v": v, "real": torch.ones(k.shape[0], slots, dtype=torch.bool, device=k.device)}
 
     def _whole(self, module: Attention, chunk: Chunk, buffers: Buffers, seed: Tensor | None) -> tuple[Tensor, Buffers]:
         """The first tokens, many of them: the mechanism's fast path, and what is kept of them."""
         length = torch.zeros_like(chunk.position[:, 0]) + chunk.added
         real = chunk.real if chunk.here is None or chunk.real is None else chunk.real & chunk.here
         out = module.attend_aligned(chunk.q, chunk.k, chunk.v, real, length, seed)
+        if real is None and not torch.is_grad_enabled():
+            return out, self.written_run(module, chunk, buffers, torch.zeros_like(length), 0)
         return out, self._written(module, chunk, buffers, torch.zeros_like(length), length)
 
     def _step(

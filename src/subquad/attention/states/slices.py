@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.attending import attend_kept, attend_runs
 from subquad.attention.states.keys import SOURCE
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, read, write
 from subquad.core.hashing import dropout_factors
+from subquad.supports.kept import Kept
 
 FIRST = 16  # tokens of the coarsest scale that a new buffer has room for
 
@@ -31,6 +32,7 @@ class News(NamedTuple):
     real: Tensor  # bool (B, t)
     here: Tensor  # bool (B, t): rows may have fewer new tokens
     length: Tensor  # (B,): tokens before
+    even: int | None = None  # one new token for every row, behind so many, and nothing was ever padded
 
     @property
     def position(self) -> Tensor:
@@ -78,10 +80,13 @@ class Slices(Memory):
         buffers = (
             buffers if torch.compiler.is_compiling() else self.reserve(buffers, int((state.length + chunk.added).max()))
         )
+        even = None
+        if t == 1 and chunk.real is None and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            even = None if module.training and module.options.dropout else state.even
         outs, length = [], state.length
         for first in range(0, t, self.margin):
             piece = slice(first, first + self.margin)
-            news = News(chunk.k[:, 0, piece], real[:, piece], here[:, piece], length)
+            news = News(chunk.k[:, 0, piece], real[:, piece], here[:, piece], length, even)
             out, buffers = _Scale(self, module, state.seed).extend(0, news, project, buffers)
             outs.append(out.masked_fill(~news.real[..., None], 0))
             length = news.after
@@ -95,11 +100,11 @@ class Slices(Memory):
             for name in ("k", "v"):
                 made[f"{scale}.{name}"] = like.new_zeros(b, heads[scale], ring + 1, width_of_head)
             made[f"{scale}.x"] = like.new_zeros(b, 1, ring + 1, width)
-            made[f"{scale}.real"] = torch.zeros(b, ring + 1, dtype=torch.bool, device=like.device)
+            made[f"{scale}.real"] = torch.ones(b, ring + 1, dtype=torch.bool, device=like.device)
             made[f"{scale}.given"] = like.new_zeros(b, 1, slices + 1, width)
         for name in ("k", "v"):
             made[f"top.{name}"] = like.new_zeros(b, heads[-1], FIRST + 1, width_of_head)
-        made["top.real"] = torch.zeros(b, FIRST + 1, dtype=torch.bool, device=like.device)
+        made["top.real"] = torch.ones(b, FIRST + 1, dtype=torch.bool, device=like.device)
         return made
 
 
@@ -126,6 +131,8 @@ class _Scale:
 
     def _coarser(self, scale: int, news: News, x: Tensor, project: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
         """What the coarser scale gives to the slices of the new tokens, (B, t, E), after the slices now complete."""
+        if news.even is not None:
+            return self._coarser_for_one(scale, news, x, project, buffers)
         m, size = self.memory, self.memory.size
         ring, kept = m.rings[scale], buffers[f"{scale}.given"].shape[2] - 1
         slot = torch.where(news.here, news.position % ring, ring)
@@ -137,15 +144,35 @@ class _Scale:
             many = int((stop - first).max())
         if many:
             block = first[:, None] + torch.arange(many, device=first.device)  # (B, c)
-            done = block < stop[:, None]
-            pooled, alive = self._pooled(scale, block, buffers)
-            inner = project if self.options.share_weights else self.module.own[scale]
-            given, buffers = self.extend(scale + 1, News(pooled, alive & done, done, first), inner, buffers)
-            place = torch.where(done, block % kept, kept)
-            buffers = buffers | {f"{scale}.given": write(buffers[f"{scale}.given"], place, given[:, None])}
+            buffers = self._completed(scale, block, block < stop[:, None], project, buffers, None)
         before = news.position // size - 1  # (B, t): the slice whose output is given
         found = read(buffers[f"{scale}.given"], before % kept)[:, 0]
         return found.masked_fill((before < 0)[..., None], 0), buffers
+
+    def _completed(
+        self, scale: int, block: Tensor, done: Tensor, project: Any, buffers: Buffers, even: int | None
+    ) -> Buffers:
+        """The slices (B, c) that are done become tokens of the coarser scale."""
+        kept = buffers[f"{scale}.given"].shape[2] - 1
+        pooled, alive = self._pooled(scale, block, buffers)
+        inner = project if self.options.share_weights else self.module.own[scale]
+        given, buffers = self.extend(scale + 1, News(pooled, alive & done, done, block[:, 0], even), inner, buffers)
+        place = torch.where(done, block % kept, kept)
+        return buffers | {f"{scale}.given": write(buffers[f"{scale}.given"], place, given[:, None])}
+
+    def _coarser_for_one(self, scale: int, news: News, x: Tensor, project: Any, buffers: Buffers):
+        """The same for one token per row, all at one position."""
+        i, size, ring = news.even, self.memory.size, self.memory.rings[scale]
+        assert i is not None
+        kept = buffers[f"{scale}.given"].shape[2] - 1
+        buffers[f"{scale}.x"][:, 0, i % ring] = x[:, 0]
+        if (i + 1) % size == 0:
+            block = (news.length // size)[:, None]
+            buffers = self._completed(
+                scale, block, torch.ones_like(block, dtype=torch.bool), project, buffers, i // size
+            )
+        given = buffers[f"{scale}.given"][:, :, (i // size - 1) % kept]  # (B, 1, E)
+        return (given if i >= size else torch.zeros_like(given)), buffers
 
     def _pooled(self, scale: int, block: Tensor, buffers: Buffers) -> tuple[Tensor, Tensor]:
         """The embeddings of complete slices (B, c, E), and which exist (B, c)."""
@@ -167,6 +194,11 @@ class _Scale:
             table = self.module.positions.globe
             rows = table[news.position.clamp(max=len(table) - 1)]  # (B, t, E)
             q, k = q + self._moved(project.queries, rows), k + self._moved(project.keys, rows)
+        if news.even is not None:
+            i = news.even
+            buffers["top.k"][:, :, i], buffers["top.v"][:, :, i] = k[:, :, 0], v[:, :, 0]
+            out = attend_runs(q, buffers["top.k"], buffers["top.v"], [slice(0, i + 1)], self.options.softmax_scale)
+            return out.transpose(1, 2).flatten(2), buffers
         trash = buffers["top.k"].shape[2] - 1
         slot = torch.where(news.here, news.position, trash)
         new = {"k": k, "v": v, "real": news.real}
@@ -186,6 +218,13 @@ class _Scale:
             return self._mlp(scale, news, x, project, buffers)
         m, ring = self.memory, self.memory.rings[scale]
         q, k, v = project.together(x, x, x)  # (B, H, t, d)
+        if news.even is not None and self.module.positions is None:
+            i, first = news.even, max(0, news.even // m.size * m.size - m.reach)
+            keys, values = buffers[f"{scale}.k"], buffers[f"{scale}.v"]
+            keys[:, :, i % ring], values[:, :, i % ring] = k[:, :, 0], v[:, :, 0]
+            runs = Kept(size=ring, ring=True).slices(range(first, i + 1))
+            out = attend_runs(q, keys, values, runs, self.options.softmax_scale)
+            return out.transpose(1, 2).flatten(2), buffers
         slot = torch.where(news.here, news.position % ring, ring)
         new = {"k": k, "v": v, "real": news.real}
         buffers = buffers | {f"{scale}.{name}": write(buffers[f"{scale}.{name}"], slot, y) for name, y in new.items()}

@@ -37,7 +37,7 @@ class Summaries(Keys):
     growth = "s + n/s"
 
     def __init__(self, partition: Any, heads: int, margin: int) -> None:
-        super().__init__(partition.kept(margin), [partition.sees], [0] * heads, margin)
+        super().__init__(partition.kept(margin), [partition.sees], [0] * heads, margin, partition.ranges)
         self.partition = partition
         self.skip = getattr(partition, "sinks", 0)  # that many first tokens are in no span
         self.tokens = next(one for one in self.kept if one.source == 0 and one.ring)
@@ -59,6 +59,28 @@ class Summaries(Keys):
     def _written(self, module: Attention, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
         chunk = _every_head(chunk)
         buffers = self._tokens_written(module, chunk, buffers, length, after)
+        return self._completed(module, chunk, buffers, length, after)
+
+    def written_run(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, first: int) -> Buffers:
+        """All of it, for rows of equal length."""
+        chunk = _every_head(chunk)
+        buffers = self._run_written(chunk, buffers, first)
+        if (first + chunk.q.shape[2]) // self.levels[0].unit > first // self.levels[0].unit:
+            buffers = self._completed(module, chunk, buffers, length, length + chunk.added)
+        return buffers
+
+    def _run_written(self, chunk: Chunk, buffers: Buffers, first: int) -> Buffers:
+        buffers, ring = self.write_run(chunk, buffers, first), self.tokens
+        stop = first + chunk.q.shape[2]
+        at = max(first, stop - ring.size)
+        for own in ring.slices(range(at, stop)):
+            many = own.stop - own.start
+            buffers["q"][:, :, own] = chunk.q[:, :, at - first : at - first + many]
+            at += many
+        return buffers
+
+    def _completed(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
+        """The buffers with the summaries of what is complete now."""
         below: Summary | None = None
         for one in self.levels:
             first, stop = length // one.unit, after // one.unit  # (B,): blocks that are complete by now
@@ -103,11 +125,12 @@ class Summaries(Keys):
         old = buffers["q"][:, :, ring], *(buffers[name][:, :, ring + start] for name in ("k", "v"))
         q, k, v = (torch.cat((x, y), 2) for x, y in zip(old, every[:3], strict=True))  # (B, H, r + t, d)
         real = torch.cat((buffers["real"][:, ring + start], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
+        plain = bool(real.all())
         first, stop = length // size, int(after[0]) // size  # spans that are complete now
         if stop > first:
             own = slice(first * size - begin, stop * size - begin)
             blocks = [x[:, :, own].unflatten(2, (-1, size)) for x in (q, k, v)]
-            found = of_tokens(module, *blocks, real[:, own].unflatten(1, (-1, size)))
+            found = of_tokens(module, *blocks, None if plain else real[:, own].unflatten(1, (-1, size)))
             block = torch.arange(first, stop, device=after.device).expand(len(after), stop - first)
             buffers = self._put(buffers, top, block, block >= 0, block[:, -1] + 1, found)
         kept = [slice(self._start(top), self._start(top) + stop)]
@@ -117,8 +140,16 @@ class Summaries(Keys):
         valid = [None] * len(valid) if all(bool(x.all()) for x in valid) else valid
         about = {"scale": module.options.softmax_scale, "valid": valid}
         out = merge_attention(q, *sources, self.partition.text, f"from:{begin // size}", q.shape[2], **about)
-        buffers = self._tokens_written(module, every, buffers, after - chunk.added, after)
+        if torch.is_grad_enabled():
+            buffers = self._tokens_written(module, every, buffers, after - chunk.added, after)
+        else:
+            buffers = self._run_written(every, buffers, length)
+            buffers["real"][:, start : start + self.tokens.size] |= self._new(length, int(after[0]), after.device)
         return out[:, :, length - begin :].to(chunk.q.dtype), buffers
+
+    def _new(self, first: int, stop: int, device: torch.device) -> Tensor:
+        """Which slots of the ring the tokens first … stop-1 stand in, all of them real: bool (slots,)."""
+        return (torch.arange(self.tokens.size, device=device) - first) % self.tokens.size < stop - first
 
     # ---- summaries ----
 
@@ -130,6 +161,8 @@ class Summaries(Keys):
             query, key, value = (x[:, :, :cut].unflatten(2, (many, branch)) for x in below[:3])
             return of_summaries(module, query, key, value, below.count[:, :cut].unflatten(1, (many, branch)))
         q, k, v = (x[:, :, :cut].unflatten(2, (many, branch)) for x in (chunk.q, chunk.k, chunk.v))
+        if chunk.real is None and not self.skip:
+            return of_tokens(module, q, k, v, None)
         real = torch.ones_like(chunk.position, dtype=torch.bool) if chunk.real is None else chunk.real
         real = (real & (chunk.position >= self.skip))[:, :cut].unflatten(1, (many, branch))
         return of_tokens(module, q, k, v, real)
@@ -166,13 +199,17 @@ class Summaries(Keys):
         return buffers
 
 
-def of_tokens(module: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Summary:
-    """Blocks of tokens (B, H, c, s, d), real (B, c, s): pooled queries and keys, and what the query finds."""
-    fq, fk = module.abstraction(q, k)
+def of_tokens(module: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Summary:
+    """Blocks of tokens (B, H, c, s, d), real (B, c, s) or all: pooled queries and keys, and what the query finds."""
+    features, scale, pool = module.abstraction(q, k), module.options.softmax_scale, module.abstraction.pool
+    if real is None:
+        query, key = (x.amax(3) if pool == "max" else x.mean(3) for x in features)
+        weights = ((k @ query[..., None])[..., 0] * scale).softmax(-1)  # (B, H, c, s)
+        count = torch.full((q.shape[0], q.shape[2]), q.shape[3], device=q.device)
+        return Summary(query, key, (weights[..., None, :] @ v)[..., 0, :], count)
     count = real.sum(-1)  # (B, c)
-    share = real.to(q.dtype)
-    query, key = (_pooled(x, share, count, module.abstraction.pool) for x in (fq, fk))
-    return Summary(query, key, _found(query, k, v, real, module.options.softmax_scale), count)
+    query, key = (_pooled(x, real.to(q.dtype), count, pool) for x in features)
+    return Summary(query, key, _found(query, k, v, real, scale), count)
 
 
 def of_summaries(module: Any, query: Tensor, key: Tensor, value: Tensor, counts: Tensor) -> Summary:
