@@ -81,7 +81,16 @@ def test_dropout_is_that_of_one_call(spec):
     close(got, a(*xs, seed=SEED), 1e-9, "dropout by the seed of the state")
 
 
-@pytest.mark.parametrize("spec", ["combiner-fixed:span=8", "combiner-window:span=4,window=10,sinks=6"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "combiner-fixed:span=8",
+        "combiner-window:span=4,window=10,sinks=6",
+        "longformer:window=12,global_tokens=3",
+        "star:w=5,relay=first",
+        "local:window=7,shape=blocks",
+    ],
+)
 def test_long_chunks_go_through_the_kernels_and_give_the_same(spec):
     a, xs = of(spec, max_length=None), [x.requires_grad_() for x in inputs(300)]
     got, state = in_chunks(a, xs, (13, 150, 1, 100, 36), rollback=0)

@@ -183,7 +183,7 @@ class PatternAttention(Attention):
         if kept == EVERYTHING:
             return NamedKeys(kept, sees, heads, margin)
         ranges = partial(self.pattern.ranges, used) if len(used) == 1 else None
-        return Keys(kept, sees, heads, margin, ranges)
+        return Keys(kept, sees, heads, margin, ranges, self.pattern.begin)
 
     def attend_kept(self, q, k, v, seen, position, factors=None):
         rho = None if self.options.map == "softmax" else self.map_of_heads

@@ -73,6 +73,12 @@ class Pattern(Support):
         """What a query at i sees of `kept(families)`, as runs; None where it has no such form."""
         return None
 
+    def begin(self, i: int) -> int | None:
+        """The first of the recent tokens that queries from i on see, where these and the first ones, put together, are
+        a sequence with the same pattern; None where they are not.
+        """
+        return None
+
     def sees(self, family: int | None, i: Tensor, j: Tensor) -> Tensor:
         """The definition for the positions of a causal pattern, which know of no length: is j in A_i?"""
         seen = i == -1
@@ -295,6 +301,9 @@ class Star(Pattern):
     def ranges(self, families, i):
         return _window_ranges(i, self.w, int(self.relay == "first"))
 
+    def begin(self, i):
+        return i - self.w if i - self.w >= 1 else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Longformer(Pattern):
@@ -322,6 +331,10 @@ class Longformer(Pattern):
     def ranges(self, families, i):
         return _window_ranges(i, -(-self.window // 2), self.global_tokens)
 
+    def begin(self, i):
+        first = i - -(-self.window // 2)
+        return first if first >= self.global_tokens else None
+
 
 def _window_ranges(i: int, left: int, first: int) -> Ranges:
     """Of the `first` tokens and the last ones."""
@@ -346,6 +359,9 @@ class Blocks(Pattern):
 
     def ranges(self, families, i):
         return [(0, range(i // self.size * self.size, i + 1))]
+
+    def begin(self, i):
+        return i // self.size * self.size
 
 
 @dataclass(frozen=True, kw_only=True)

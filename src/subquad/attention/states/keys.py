@@ -38,12 +38,14 @@ class Keys(Memory):
         families: Sequence[int],
         margin: int,
         ranges: Callable[[int], Ranges | None] | None = None,
+        begin: Callable[[int], int | None] | None = None,
     ) -> None:
         # what grows stands last, so that nothing moves when it does
         self.kept = tuple(sorted(kept, key=lambda one: one.size == 0))
         self.order = tuple(self.kept.index(one) for one in kept)  # who holds a token first
         self.sees, self.families, self.margin = tuple(sees), tuple(families), margin
         self.ranges = None if ranges is None or ranges(0) is None else ranges  # what one query sees, as runs
+        self.begin = begin  # the first recent token that queries from i on see
         self.begins = [sum(one.size for one in self.kept[:index]) for index in range(len(self.kept))]
         self.compact = all(one.size or one.unit > 1 or one.step > 1 for one in kept)
 
@@ -95,7 +97,7 @@ class Keys(Memory):
         if t == 1 and even is not None and self.ranges is not None:
             return self._one(module, chunk, buffers, length, even)
         if t > step and self.has_fast_path(module, chunk, state):
-            return self.continued(module, chunk, buffers, int(length[0]), state.seed)
+            return self.continued(module, chunk, buffers, int(length[0]))
         outs = []
         for first in range(0, t, step):
             piece = chunk if t <= step else chunk.part(first, first + step)
@@ -150,14 +152,29 @@ class Keys(Memory):
     def written_run(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, first: int) -> Buffers:
         return self.write_run(chunk, buffers, first)
 
-    def has_fast_path(self, module: Attention, chunk: Chunk, state: State) -> bool:
+    def has_fast_path(self, module: Any, chunk: Chunk, state: State) -> bool:
         """Can a long chunk go on from here through the kernels? Else it goes on a few tokens at a time."""
-        return False
+        if self.begin is None or chunk.real is not None or torch.compiler.is_compiling() or module.is_random:
+            return False
+        begin = self.begin(int(state.length[0]))
+        return begin is not None and bool((state.length == state.length[0]).all())
 
-    def continued(
-        self, module: Any, chunk: Chunk, buffers: Buffers, length: int, seed: Tensor | None
-    ) -> tuple[Tensor, Buffers]:
-        raise NotImplementedError
+    def continued(self, module: Any, chunk: Chunk, buffers: Buffers, length: int) -> tuple[Tensor, Buffers]:
+        """As one call does it for a sequence of what is kept and still seen, and the new tokens."""
+        assert self.begin is not None
+        begin = self.begin(length)
+        slots = []
+        for one, start in zip(self.kept, self.begins, strict=True):
+            entries = range(begin, length) if one.ring else range(min(one.size, length))
+            slots += [torch.arange(start + own.start, start + own.stop) for own in one.slices(entries)]
+        place = torch.cat(slots).to(chunk.q.device)
+        k, v = (torch.cat((buffers[name][:, :, place], x), 2) for name, x in (("k", chunk.k), ("v", chunk.v)))
+        q = torch.cat((torch.zeros_like(chunk.q[:, :, :1]).expand(-1, -1, len(place), -1), chunk.q), 2)
+        real = torch.cat((buffers["real"][:, place], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
+        after = torch.full_like(chunk.position[:, 0], q.shape[2])
+        out = module.attend_aligned(q, k, v, None if bool(real.all()) else real, after, None)
+        before = chunk.position[:, 0]
+        return out[:, :, len(place) :], self._written(module, chunk, buffers, before, before + chunk.added)
 
     def empty(self, chunk: Chunk) -> Buffers:
         slots = self.starts()[-1] + (self.kept[-1].size or FIRST) + 1

@@ -64,6 +64,8 @@ class Slices(Memory):
 
     def reserve(self, buffers: Buffers, length: int) -> Buffers:
         wanted = length // self.size**self.top + 1
+        if not buffers or buffers["top.k"].shape[2] >= wanted:
+            return buffers
         return buffers | {
             name: grown(x, wanted, x.dim() // 2) for name, x in buffers.items() if name.startswith("top.")
         }
@@ -77,12 +79,10 @@ class Slices(Memory):
             own = project.keys(chunk.k[:, 0, :1]).shape[1]  # key heads of the layer
             coarse = own if module.options.share_weights else module.options.num_heads
             buffers = self.empty(chunk.k[:, 0], [own] + [coarse] * self.top, module.options.head_dim)
-        buffers = (
-            buffers if torch.compiler.is_compiling() else self.reserve(buffers, int((state.length + chunk.added).max()))
-        )
-        even = None
-        if t == 1 and chunk.real is None and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            even = None if module.training and module.options.dropout else state.even
+        even = self._even(module, chunk, state)
+        if not torch.compiler.is_compiling():
+            longest = int((state.length + chunk.added).max()) if even is None else even + 1
+            buffers = self.reserve(buffers, longest)
         outs, length = [], state.length
         for first in range(0, t, self.margin):
             piece = slice(first, first + self.margin)
@@ -91,6 +91,13 @@ class Slices(Memory):
             outs.append(out.masked_fill(~news.real[..., None], 0))
             length = news.after
         return (outs[0] if len(outs) == 1 else torch.cat(outs, 1))[:, None], buffers
+
+    @staticmethod
+    def _even(module: Any, chunk: Chunk, state: State) -> int | None:
+        """The position of the one new token of every row, where rows are even and no gradient is asked for."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or chunk.real is not None or chunk.k.shape[2] > 1:
+            return None
+        return None if module.training and module.options.dropout else state.even
 
     def empty(self, like: Tensor, heads: list[int], width_of_head: int) -> Buffers:
         b, width = like.shape[0], like.shape[2]

@@ -37,7 +37,9 @@ class Summaries(Keys):
     growth = "s + n/s"
 
     def __init__(self, partition: Any, heads: int, margin: int) -> None:
-        super().__init__(partition.kept(margin), [partition.sees], [0] * heads, margin, partition.ranges)
+        super().__init__(
+            partition.kept(margin), [partition.sees], [0] * heads, margin, partition.ranges, partition.begin
+        )
         self.partition = partition
         self.skip = getattr(partition, "sinks", 0)  # that many first tokens are in no span
         self.tokens = next(one for one in self.kept if one.source == 0 and one.ring)
@@ -108,12 +110,9 @@ class Summaries(Keys):
 
     def has_fast_path(self, module, chunk, state):
         """One level of spans, rows of equal length without padding, nothing dropped; sinks lie before the window."""
-        if chunk.real is not None or torch.compiler.is_compiling() or (module.training and module.options.dropout):
-            return False
-        begin = self.partition.begin(int(state.length[0]))
-        return begin is not None and begin >= self.skip and bool((state.length == state.length[0]).all())
+        return super().has_fast_path(module, chunk, state) and self.partition.begin(int(state.length[0])) >= self.skip
 
-    def continued(self, module, chunk, buffers, length, seed):
+    def continued(self, module, chunk, buffers, length):
         """As one call does it, from the first token that is still seen directly: the tokens from there on, the
         summaries of all spans, and the sinks.
         """
