@@ -46,19 +46,15 @@ class Keys(Memory):
         self.sees, self.families, self.margin = tuple(sees), tuple(families), margin
         self.ranges = None if ranges is None or ranges(0) is None else ranges  # what one query sees, as runs
         self.begin = begin  # the first recent token that queries from i on see
-        self.begins = [sum(one.size for one in self.kept[:index]) for index in range(len(self.kept))]
+        self.offsets = [sum(one.size for one in self.kept[:index]) for index in range(len(self.kept))]  # in the buffers
         self.compact = all(one.size or one.unit > 1 or one.step > 1 for one in kept)
 
     # ---- slots ----
 
-    def starts(self) -> list[int]:
-        """Where each row of slots begins."""
-        return self.begins
-
     def slots_for(self, n: int) -> int:
         """Slots that rows of up to n tokens fill."""
         last = self.kept[-1]
-        return self.starts()[-1] + (last.size or last.used(n // last.unit))
+        return self.offsets[-1] + (last.size or last.used(n // last.unit))
 
     def reserve(self, buffers: Buffers, length: int) -> Buffers:
         wanted = self.slots_for(length) + 1
@@ -119,7 +115,7 @@ class Keys(Memory):
         """The tokens from position `first` on, written into their slots in slices."""
         stop = first + chunk.q.shape[2]
         buffers = self.reserve(buffers, stop)
-        for one, start in zip(self.kept, self.begins, strict=True):
+        for one, start in zip(self.kept, self.offsets, strict=True):
             if one.source:
                 continue
             begin, end = first, stop
@@ -135,6 +131,7 @@ class Keys(Memory):
                 for name, x in (("k", chunk.k), ("v", chunk.v)):
                     new = x[:, :, at - first : at - first + (many - 1) * one.step + 1 : one.step]
                     buffers[name][:, :, start + own.start : start + own.stop] = new
+                buffers["real"][:, start + own.start : start + own.stop] = True
                 at += many * one.step
         return buffers
 
@@ -145,7 +142,7 @@ class Keys(Memory):
         runs = []
         for number, entries in self.ranges(i) or []:
             index = self.order[number]
-            start = self.begins[index]
+            start = self.offsets[index]
             runs += [slice(start + own.start, start + own.stop) for own in self.kept[index].slices(entries)]
         return attend_runs(chunk.q, buffers["k"], buffers["v"], runs, module.options.softmax_scale), buffers
 
@@ -163,8 +160,8 @@ class Keys(Memory):
         """As one call does it for a sequence of what is kept and still seen, and the new tokens."""
         assert self.begin is not None
         begin = self.begin(length)
-        slots = []
-        for one, start in zip(self.kept, self.begins, strict=True):
+        slots = [torch.arange(0)]
+        for one, start in zip(self.kept, self.offsets, strict=True):
             entries = range(begin, length) if one.ring else range(min(one.size, length))
             slots += [torch.arange(start + own.start, start + own.stop) for own in one.slices(entries)]
         place = torch.cat(slots).to(chunk.q.device)
@@ -174,10 +171,12 @@ class Keys(Memory):
         after = torch.full_like(chunk.position[:, 0], q.shape[2])
         out = module.attend_aligned(q, k, v, None if bool(real.all()) else real, after, None)
         before = chunk.position[:, 0]
-        return out[:, :, len(place) :], self._written(module, chunk, buffers, before, before + chunk.added)
+        if torch.is_grad_enabled():
+            return out[:, :, len(place) :], self._written(module, chunk, buffers, before, before + chunk.added)
+        return out[:, :, len(place) :], self.write_run(chunk, buffers, length)
 
     def empty(self, chunk: Chunk) -> Buffers:
-        slots = self.starts()[-1] + (self.kept[-1].size or FIRST) + 1
+        slots = self.offsets[-1] + (self.kept[-1].size or FIRST) + 1
         k, v = (x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (chunk.k, chunk.v))
         return {"k": k, "v": v, "real": torch.ones(k.shape[0], slots, dtype=torch.bool, device=k.device)}
 
@@ -207,7 +206,7 @@ class Keys(Memory):
             buffers = self.reserve(buffers, int(after.max()))
         trash = buffers["k"].shape[2] - 1
         real = chunk.real if chunk.real is not None else torch.ones_like(chunk.position, dtype=torch.bool)
-        for one, start, mine in zip(self.kept, self.starts(), self._holder(chunk.position), strict=True):
+        for one, start, mine in zip(self.kept, self.offsets, self._holder(chunk.position), strict=True):
             if one.source:
                 continue
             if one.ring:  # it has everything, for the summaries; of more than it holds the last
@@ -231,7 +230,7 @@ class Keys(Memory):
     def _entries(self, after: Tensor, used: int) -> list[Tensor]:
         """What the slots of each row hold, (B, slots), -1 = nothing that counts."""
         found = []
-        for one, start in zip(self.kept, self.starts(), strict=True):
+        for one, start in zip(self.kept, self.offsets, strict=True):
             found.append(one.entries(after // one.unit, one.size or max(0, used - start)))
         for index in self.order[1:]:
             if self.kept[index].source == 0:

@@ -46,7 +46,7 @@ class Summaries(Keys):
         self.levels = sorted((one for one in self.kept if one.source), key=lambda one: one.source)
 
     def _start(self, one: Kept) -> int:
-        return self.starts()[self.kept.index(one)]
+        return self.offsets[self.kept.index(one)]
 
     def empty(self, chunk: Chunk) -> Buffers:
         buffers = super().empty(_every_head(chunk))
@@ -143,12 +143,7 @@ class Summaries(Keys):
             buffers = self._tokens_written(module, every, buffers, after - chunk.added, after)
         else:
             buffers = self._run_written(every, buffers, length)
-            buffers["real"][:, start : start + self.tokens.size] |= self._new(length, int(after[0]), after.device)
         return out[:, :, length - begin :].to(chunk.q.dtype), buffers
-
-    def _new(self, first: int, stop: int, device: torch.device) -> Tensor:
-        """Which slots of the ring the tokens first … stop-1 stand in, all of them real: bool (slots,)."""
-        return (torch.arange(self.tokens.size, device=device) - first) % self.tokens.size < stop - first
 
     # ---- summaries ----
 
