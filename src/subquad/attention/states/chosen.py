@@ -23,8 +23,6 @@ def all_before(i: int) -> Ranges:
 class Chosen(Keys):
     """All keys by position; the mechanism narrows down which of the past ones are seen (`choose`)."""
 
-    growth = "n"
-
     def __init__(self, heads: int, margin: int) -> None:
         super().__init__(EVERYTHING, [past], [0] * heads, margin)
 

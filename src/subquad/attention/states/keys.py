@@ -29,8 +29,6 @@ Sees = Callable[[int, Tensor, Tensor], Tensor]  # source, i, entry → bool
 class Keys(Memory):
     """Tokens in slots. `sees` has the definition of every family of heads; `families` the family of every head."""
 
-    growth = "the keys that are still named"
-
     def __init__(
         self,
         kept: Sequence[Kept],
@@ -47,7 +45,6 @@ class Keys(Memory):
         self.ranges = None if ranges is None or ranges(0) is None else ranges  # what one query sees, as runs
         self.begin = begin  # the first recent token that queries from i on see
         self.offsets = [sum(one.size for one in self.kept[:index]) for index in range(len(self.kept))]  # in the buffers
-        self.compact = all(one.size or one.unit > 1 or one.step > 1 for one in kept)
 
     # ---- slots ----
 

@@ -17,9 +17,6 @@ PAIRS = 1 << 20  # keys of all queries of a step that are copied at a time
 class NamedKeys(Keys):
     """All keys, by position; every family names the keys of a query (`named`). In a compiled graph a mask does it."""
 
-    growth = "n"
-    compact = False
-
     def _step(self, module, chunk, buffers, length, seed):
         if torch.compiler.is_compiling():
             return super()._step(module, chunk, buffers, length, seed)

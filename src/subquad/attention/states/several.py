@@ -39,8 +39,6 @@ class Several(Memory):
 
     def __init__(self, memories: Sequence[Memory]) -> None:
         self.memories = tuple(memories)
-        self.compact = all(memory.compact for memory in memories)
-        self.growth = " and ".join(dict.fromkeys(memory.growth for memory in memories))
 
     def _states(self, state: State) -> list[State]:
         return [
@@ -69,8 +67,6 @@ class Several(Memory):
 
 class SumsBeside(Memory):
     """Running sums, asked a piece of `margin` tokens at a time. A subclass says what they sum and what comes of it."""
-
-    growth, compact = "1", True
 
     def __init__(self, names: Sequence[str], margin: int) -> None:
         self.margin = margin
@@ -147,8 +143,6 @@ class Packed(SumsBeside):
 
 class NearAndFar(SumsBeside):
     """FMMformer: the band token by token, and a sum for every feature map."""
-
-    growth = "bandwidth"
 
     def __init__(self, near: Keys, rank: int, margin: int) -> None:
         super().__init__([f"far{m}." for m in range(rank)], margin)

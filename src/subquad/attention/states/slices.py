@@ -46,8 +46,6 @@ class News(NamedTuple):
 class Slices(Memory):
     """Composite Slice attention; `extend` gives (B, 1, t, E), and takes the tokens as the chunk's keys."""
 
-    growth, compact = "αL + n/L", True
-
     def __init__(self, options: Any, margin: int) -> None:
         self.options, self.margin = options, margin
         self.size, self.reach, self.top = options.slice_length, options.reach, options.levels - 1

@@ -43,9 +43,6 @@ class Chunk(NamedTuple):
 class Memory:
     """What a mechanism keeps of the tokens so far. A value of sizes alone: the tensors are in the state."""
 
-    growth = "n"  # bytes of a state after n tokens, for people
-    compact = False  # do the bytes grow more slowly than n?
-
     def extend(self, module: Attention, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
         """The output (B, H, t, d) of the new tokens, and the buffers that have them."""
         raise NotImplementedError

@@ -34,8 +34,6 @@ class Summary(NamedTuple):
 class Summaries(Keys):
     """Keys, and summaries of all complete spans that are still seen. Heads are all there, in float32 at least."""
 
-    growth = "s + n/s"
-
     def __init__(self, partition: Any, heads: int, margin: int) -> None:
         super().__init__(
             partition.kept(margin), [partition.sees], [0] * heads, margin, partition.ranges, partition.begin

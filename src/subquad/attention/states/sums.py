@@ -120,8 +120,6 @@ class RunningSum:
 class Sums(Memory):
     """Kernel attention: the numerator and, in a last column, the denominator are one running sum."""
 
-    growth, compact = "1", True
-
     def __init__(self, margin: int) -> None:
         self.margin, self.sum = margin, RunningSum("", margin)
 
