@@ -56,7 +56,7 @@ class Memory:
         return buffers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """What a causal mechanism knows of the tokens so far. A value: every method returns another state.
 
