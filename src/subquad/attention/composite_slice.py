@@ -36,6 +36,9 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention, Call, Capabilities, Record, Rows
 from subquad.attention.composite_slice_definition import Definition
 from subquad.attention.slicing import add_by_slice, slices
+from subquad.attention.states import entrance
+from subquad.attention.states.slices import Slices
+from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
@@ -218,6 +221,29 @@ class CompositeSlice(Attention):
         out = _Composer(self, self._call(rows, seed, query.shape[1])).compose(tokens, project, rows.key_mask, 0)
         out = out if rows.key_mask is None else _clean(out, rows.key_mask)
         return rows.restore(out[:, None])[:, 0], Record()
+
+    def extend(self, q, k, v, state, *, key_mask=None):
+        return self.attend(q, k, v, None)  # raises, and says who can
+
+    def extend_tokens(self, query, project, state, key_mask=None):
+        self._check(query, query, query, key_mask)
+        entrance.check_state(self, state, query)
+        x = query[:, None]  # (B, 1, t, E)
+        chunk, shift = entrance.arranged(state, (x, x, x), key_mask)
+        entrance.check_length(self, state, chunk)
+        out, buffers = state.memory.extend(self, chunk, state, project)
+        return entrance.moved_back(out, shift)[:, 0], entrance.extended(state, chunk, buffers)
+
+    def make_memory(self, margin: int) -> Memory:
+        return Slices(self.options, margin)
+
+    def kept_keys(self, n: int) -> float:
+        """αL tokens at each scale, as embeddings too, and all of the coarsest."""
+        o = self.options
+        return 2 * (o.levels - 1) * o.extension * o.slice_length + n / o.slice_length ** (o.levels - 1)
+
+    def _call_of(self, seed: Tensor | None) -> Call:
+        return Call(seed=seed, dropout=self.options.dropout if self.training else 0.0, training=self.training)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
         if not self.options.interpolate:
