@@ -18,6 +18,7 @@ from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_p
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import of_today, read_old, renew
 from subquad.models.outputs import BackboneOutput, BlockOutput, collect
+from subquad.packing import packing_of, sequence_positions
 
 STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two layers
 
@@ -102,16 +103,20 @@ class Stack(SubquadPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_records: bool | None = None,
         cross: tuple[Tensor | None, ...] = (),
+        cu_seqlens: Tensor | None = None,
     ) -> BackboneOutput:
         """All blocks. `cross`: what the blocks of a decoder take beside, the encoder's states and their mask."""
         wanted = self._wanted(output_attentions, output_hidden_states, output_records)
-        x = self._inputs(ids, embeds)
-        positions = place(x, mask, position_ids)  # (B or 1, n)
-        key_mask, angles = real_tokens(mask), rotary_angles(self.config, positions)
+        x, key_mask = self._inputs(ids, embeds), real_tokens(mask)
+        packing = packing_of((x.shape[0], x.shape[1]), key_mask, position_ids, cu_seqlens)
+        self._check_length(x.shape[1] if packing is None else packing.longest)
+        positions = place(x, mask, position_ids, cu_seqlens)  # (B or 1, n)
+        angles = rotary_angles(self.config, positions)
         x = self.embeddings(x, positions, token_type_ids)  # (B, n, D)
         states, outputs = [x], []
         for index, block in enumerate(self.blocks):
             options = {"seed": self._seed(index), "want_weights": wanted[0], "want_record": wanted[2]}
+            options["packing"] = packing
             output = BlockOutput(*block(x, key_mask, angles, *cross, **options))
             x = output.states
             states.append(x)
@@ -144,16 +149,19 @@ class Stack(SubquadPreTrainedModel):
         name = "decoder_input" if self.first_layer else "input"
         if (ids is None) == (embeds is None):
             raise ValueError(f"give {name}_ids or {name}s_embeds, one of the two")
-        x = ids if ids is not None else embeds
-        longest = self.config.max_position_embeddings
-        if x.shape[1] > longest:
-            raise ValueError(f"{name}_ids has length {x.shape[1]}, beyond max_position_embeddings={longest}")
-        return x
+        return ids if ids is not None else embeds
+
+    def _check_length(self, length: int) -> None:
+        name, longest = "decoder_input" if self.first_layer else "input", self.config.max_position_embeddings
+        if length > longest:
+            raise ValueError(f"{name}_ids has length {length}, beyond max_position_embeddings={longest}")
 
 
 class SubquadModel(Stack):
     """The backbone: ids (B, n) → hidden states (B, n, D).
 
+    A packed batch is several sequences one after another in a row: `position_ids` that restart at 0, or `cu_seqlens`
+    (S + 1,) for a batch of one row. No sequence sees another, and each gives what it gives alone.
     `output_records=True` returns what the mechanisms have to say of this call: density, auxiliary loss, statistics;
     by default (None) they are returned in training.
     """
@@ -173,10 +181,11 @@ class SubquadModel(Stack):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         output_records: bool | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> BackboneOutput:
         return self.run(
             input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids,
-            output_attentions, output_hidden_states, output_records,
+            output_attentions, output_hidden_states, output_records, cu_seqlens=cu_seqlens,
         )  # fmt: skip
 
 
@@ -190,10 +199,14 @@ def with_keys(config: SubquadConfig, **keys: Any) -> SubquadConfig:
     return config
 
 
-def place(x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
-    """Positions count real tokens, so that left padding moves nothing: (B, n), or (1, n) without a mask."""
+def place(
+    x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Positions count the real tokens of a sequence, so that padding moves nothing: (B, n), or (1, n) without a mask."""
     if position_ids is not None:
         return position_ids
+    if cu_seqlens is not None:
+        return sequence_positions(cu_seqlens, attention_mask, x.shape[1])
     if attention_mask is None:
         return torch.arange(x.shape[1], device=x.device)[None]
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
