@@ -119,6 +119,10 @@ class Combiner(Attention):
         return dict(zip(names, self.sized(n).cost(n), strict=True))
 
     @property
+    def open_size(self) -> str | None:
+        return None if self._is_sized else self.free_size
+
+    @property
     def _follows_length(self) -> bool:
         """A size of its own choice goes with the length; one that is fixed does not."""
         return getattr(self.options, self.free_size, 1) is None and self.options.max_length is None

@@ -76,6 +76,10 @@ class PatternAttention(Attention):
         return not self._has_parts or self.options.map != "softmax"
 
     @property
+    def open_size(self) -> str | None:
+        return None if self._is_sized else self.free_size
+
+    @property
     def _follows_length(self) -> bool:
         return getattr(self.options, self.free_size, 1) is None and self.options.max_length is None
 
