@@ -53,7 +53,9 @@ def test_the_layer_gives_each_sequence_what_it_gives_alone(spec, causal, max_len
 def test_no_sequence_sees_another(spec):
     able = mechanism(spec).capabilities
     torch.manual_seed(0)
-    layer = subquad.MultiheadAttention(8, 2, attention=spec, causal=not able.bidirectional, max_length=16, batch_first=True)
+    layer = subquad.MultiheadAttention(
+        8, 2, attention=spec, causal=not able.bidirectional, max_length=16, batch_first=True
+    )
     x = torch.randn(1, 32, 8, requires_grad=True)
     y = layer(x, x, x, need_weights=False, cu_seqlens=CU)[0]
     for a, b in zip(ENDS, ENDS[1:], strict=False):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from subquad.attention.base import draw_seed
 from subquad.attention.registry import attention as make_attention
-from subquad.packing import Packing, attend_packed, packing_of
 from subquad.attention.states import State
+from subquad.packing import Packing, attend_packed, packing_of
 
 QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
 
@@ -203,11 +203,11 @@ class MultiheadAttention(nn.Module):
         if tokens[0].shape[1] != tokens[1].shape[1]:
             raise ValueError("cu_seqlens and position_ids: packed batches are for self-attention")
         # sizes that are left open follow the length of a call: only sequences of one length may share one
-        settled = self.attention.options.max_length is not None or not self.attention.positional
+        able = self.attention.capabilities
+        settled = self.attention.options.max_length or (able.streaming and not self.attention.open_size)
         shape = (tokens[0].shape[0], tokens[0].shape[1])
         return packing_of(shape, key_mask, position_ids, cu_seqlens, sharing="near" if settled else "equal")
 
-    def _weights(self, tokens, project, key_mask, packing, extra, average: bool) -> Tensor:
     def start(self, batch_size: int, **about: Any) -> State:
         """An empty state for streaming, as `Attention.start`: device, dtype, seed, rollback."""
         like = {"device": self.out_proj.weight.device, "dtype": self.out_proj.weight.dtype}
@@ -224,7 +224,7 @@ class MultiheadAttention(nn.Module):
         mixed, state = self.attention.extend_tokens(x, Projections(self), state, key_mask)  # (B, t, H·d)
         return self.out_proj(mixed), state
 
-    def _weights(self, tokens, project, key_mask, extra, average: bool) -> Tensor:
+    def _weights(self, tokens, project, key_mask, packing, extra, average: bool) -> Tensor:
         if tokens[1].shape[1] > QUADRATIC and self.attention.name != "full":
             warnings.warn(
                 f"need_weights=True makes a matrix of {tokens[0].shape[1]} × {tokens[1].shape[1]} weights: "
@@ -235,7 +235,9 @@ class MultiheadAttention(nn.Module):
             weights = self.attention.token_weights(tokens[0], tokens[1], project, key_mask, **extra)  # (B, H, n, m)
         else:
             apart = [
-                self.attention.token_weights(bucket.rows(tokens[0]), bucket.rows(tokens[1]), project, bucket.mask, **extra)
+                self.attention.token_weights(
+                    bucket.rows(tokens[0]), bucket.rows(tokens[1]), project, bucket.mask, **extra
+                )
                 for bucket in packing.buckets
             ]
             weights = packing.join_weights(apart)
