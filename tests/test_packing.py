@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -29,7 +31,7 @@ def config(**keys) -> SubquadConfig:
 
 def parts(x: torch.Tensor) -> list[torch.Tensor]:
     """The sequences of a row (1, 32, …), each as a row of its own."""
-    return [x[:, a:b] for a, b in zip(ENDS, ENDS[1:], strict=False)]
+    return [x[:, a:b] for a, b in pairwise(ENDS)]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -58,7 +60,7 @@ def test_no_sequence_sees_another(spec):
     )
     x = torch.randn(1, 32, 8, requires_grad=True)
     y = layer(x, x, x, need_weights=False, cu_seqlens=CU)[0]
-    for a, b in zip(ENDS, ENDS[1:], strict=False):
+    for a, b in pairwise(ENDS):
         (gradient,) = torch.autograd.grad(y[:, a:b].square().sum(), x, retain_graph=True)
         outside = torch.ones(32, dtype=torch.bool)
         outside[a:b] = False
@@ -70,7 +72,7 @@ def test_weights_of_a_packed_batch_are_blocks():
     torch.manual_seed(0)
     layer = subquad.MultiheadAttention(8, 2, attention="combiner-fixed:span=4", causal=True, batch_first=True)
     x = torch.randn(1, 32, 8)
-    out, weights = layer(x, x, x, cu_seqlens=CU)
+    _, weights = layer(x, x, x, cu_seqlens=CU)
     assert_close(weights.sum(-1), torch.ones(1, 32))
     for part, a, b in zip(parts(x), ENDS, ENDS[1:], strict=False):
         assert_close(weights[:, a:b, a:b], layer(part, part, part)[1])

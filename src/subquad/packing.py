@@ -1,6 +1,6 @@
 """Packed batches: several sequences one after another in one row of slots, none of which sees another.
 
-    cu_seqlens = [0, 5, 12]                       two sequences, of 5 and of 7 tokens, in a row of 12 (flash-attn's word)
+    cu_seqlens = [0, 5, 12]                       two sequences, of 5 and of 7 tokens, in a row of 12
     position_ids = [0 1 2 3 4 0 1 2 3 4 5 6]      the same, said by positions that restart at 0
 
 Everything that looks at one token at a time (embeddings, norms, feed-forward) works on the slots as they are. Attention
@@ -156,7 +156,7 @@ def _closed(key_mask: Tensor) -> Packing:
 
 
 def _apart(slots: Tensor, starts: Tensor, shape: tuple[int, int], sharing: str = "near") -> Packing:
-    """Sequences as rows of buckets. `slots` (T,): all their tokens; `starts` (S,): which of them a sequence begins with."""
+    """Sequences as rows of buckets. `slots` (T,): all their tokens; `starts` (S,): which of them they begin with."""
     lengths = torch.cat([starts, starts.new_tensor([len(slots)])]).diff()  # (S,)
     ordered, order = lengths.sort(descending=True, stable=True)
     back = slots.new_full((shape[0] * shape[1],), -1)

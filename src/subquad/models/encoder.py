@@ -202,7 +202,7 @@ def with_keys(config: SubquadConfig, **keys: Any) -> SubquadConfig:
 def place(
     x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Positions count the real tokens of a sequence, so that padding moves nothing: (B, n), or (1, n) without a mask."""
+    """Positions count the real tokens of a sequence, so that padding moves nothing: (B, n), (1, n) without a mask."""
     if position_ids is not None:
         return position_ids
     if cu_seqlens is not None:
