@@ -366,8 +366,6 @@ def test_generate_honours_position_ids(writer):
         positions = torch.arange(5 + step)[None].expand(2, -1) + 7
         told = torch.cat([told, writer(told, position_ids=positions).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(writer.generate(ids, position_ids=places, max_new_tokens=4, do_sample=False), told)
-    with pytest.raises(ValueError, match="generate without a cache"):
-        writer.prepare_inputs_for_generation(ids, past_key_values=object())
 
 
 def test_logits_to_keep(writer):

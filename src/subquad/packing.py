@@ -72,11 +72,13 @@ def packing_of(
     cu_seqlens: Tensor | None = None,
     *,
     sharing: str = "near",
+    pad_left: bool = False,
 ) -> Packing | None:
     """The sequences of a batch of slots (B, n); None where each row is one, with nothing missing inside.
 
     A sequence begins where `position_ids` (B or 1, n) are 0, or at the slots `cu_seqlens` (S + 1,); padded slots belong
-    to none. `sharing`: which sequences share a call, those of near lengths or only those of equal ones.
+    to none. `sharing`: which sequences share a call, those of near lengths or only those of equal ones. `pad_left`:
+    where the padding goes that stands between tokens.
     """
     tracing = torch.compiler.is_compiling()
     begins = None if position_ids is None else _restarts(position_ids, shape)
@@ -89,7 +91,7 @@ def packing_of(
             raise ValueError("cu_seqlens: how many sequences there are is not known while a model is traced")
         if key_mask is None or not (tracing or _gaps(key_mask)):
             return None
-        return _closed(key_mask)
+        return _closed(key_mask, pad_left=pad_left)
     real = torch.ones_like(begins) if key_mask is None else key_mask
     slots = real.flatten().nonzero()[:, 0]  # (T,): the slots of the real tokens
     if len(slots) == 0:
@@ -99,7 +101,7 @@ def packing_of(
     first[1:] = (row[1:] != row[:-1]) | begins.flatten().cumsum(0)[slots].diff().bool()
     starts = first.nonzero()[:, 0]
     if cu_seqlens is None and len(starts) == len(row.unique()):  # one sequence in each row: no need of all this
-        return _closed(key_mask) if key_mask is not None and _gaps(key_mask) else None
+        return _closed(key_mask, pad_left=pad_left) if key_mask is not None and _gaps(key_mask) else None
     return _apart(slots, starts, shape, sharing)
 
 
@@ -146,12 +148,14 @@ def _gaps(key_mask: Tensor) -> bool:
     return bool((key_mask.diff(dim=1) & key_mask[:, 1:]).sum(1).add(key_mask[:, 0]).gt(1).any())
 
 
-def _closed(key_mask: Tensor) -> Packing:
-    """Each row with its real tokens in front and its padding behind; the shapes do not depend on the mask."""
+def _closed(key_mask: Tensor, *, pad_left: bool = False) -> Packing:
+    """Each row with its real tokens in front and its padding behind, or the other way round; the shapes do not depend
+    on the mask.
+    """
     batch, n = key_mask.shape
-    order = torch.argsort(key_mask.logical_not().int(), dim=1, stable=True)
+    order = torch.argsort((key_mask if pad_left else ~key_mask).int(), dim=1, stable=True)
     first = torch.arange(batch, device=key_mask.device)[:, None] * n
-    bucket = Bucket(order + first, torch.arange(n, device=key_mask.device) < key_mask.sum(1, keepdim=True))
+    bucket = Bucket(order + first, key_mask.gather(1, order))
     return Packing((bucket,), (torch.argsort(order, dim=1) + first).flatten(), (batch, n))
 
 

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 
 from subquad.attention.base import Record, draw_seed, repeat_heads
 from subquad.attention.registry import attention as make_attention
+from subquad.models.cache import StateLayer
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import separate_projections
 from subquad.packing import Bucket, Packing, attend_packed
@@ -98,16 +100,20 @@ class AttentionLayer(nn.Module):
         want_weights: bool = False,
         want_record: bool = False,
         packing: Packing | None = None,
-        state: Any = None,
+        state: StateLayer | None = None,
+        cross: tuple[EncoderDecoderCache, int] | None = None,
     ) -> tuple[Tensor, Record, Tensor | None]:
         """The output, the record of this call and its weights (B, H, n, m); empty and None unless they are wanted.
 
         With `packing` the slots of x are several sequences, each of which attends to itself (and `key_mask` says
         nothing new). Where weights are wanted the output is made of them, as transformers' eager attention does: the
-        slow definition.
+        slow definition. With `state` x is what follows the tokens that the state has, and the state has x afterwards;
+        `cross` keeps the keys and values of `context`, under the number of the layer.
         """
         if state is not None:
-            raise ValueError(f"state: {self.attention.name} does not stream; call it with the whole sequence")
+            return self._streamed(x, key_mask, angles, seed, packing, state, want_weights), Record(), None
+        if cross is not None:
+            return self._across(x, key_mask, context, cross, want_weights), Record(), None
         keys, project, mechanism = x if context is None else context, Projections(self, angles), self.attention
         drawn = None if seed is None else torch.tensor(seed)
         if want_weights and drawn is None and mechanism.is_random:
@@ -124,6 +130,48 @@ class AttentionLayer(nn.Module):
         with weights_at_hand(mechanism):
             weights, y = self._defined(project, x, keys, key_mask, drawn, packing)
         return self.out_proj(y), record, weights
+
+    def _streamed(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None,
+        angles: Tensor | None,
+        seed: int | None,
+        packing: Packing | None,
+        state: StateLayer,
+        want_weights: bool,
+    ) -> Tensor:
+        """Attention of new tokens x (B, t, D) to themselves and to those that `state` has."""
+        if want_weights:
+            raise ValueError("output_attentions: with a cache there are no weights to show; pass use_cache=False")
+        drawn, project = None if seed is None else torch.tensor(seed), Projections(self, angles)
+        with weights_at_hand(self.attention):
+            if packing is None:
+                return self.out_proj(state.extend(self.attention, x, project, key_mask, drawn))
+            (bucket,) = packing.buckets
+            rows = (bucket.rows(x), project.of_rows(bucket, len(x)), bucket.mask)
+            return self.out_proj(packing.join([state.extend(self.attention, *rows, drawn)]))
+
+    def _across(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None,
+        context: Tensor,
+        cross: tuple[EncoderDecoderCache, int],
+        want_weights: bool,
+    ) -> Tensor:
+        """Attention to `context`, whose keys and values are projected once."""
+        if want_weights:
+            raise ValueError("output_attentions: with a cache there are no weights to show; pass use_cache=False")
+        project, (both, layer) = Projections(self), cross
+        cache = both.cross_attention_cache
+        if both.is_updated.get(layer):
+            k, v = cache.layers[layer].keys, cache.layers[layer].values
+        else:
+            k, v = cache.update(project.keys(context), project.values(context), layer)
+            both.is_updated[layer] = True
+        y = self.attention(project.queries(x), k, v, key_mask=key_mask)  # (B, H, t, d)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def _defined(
         self,

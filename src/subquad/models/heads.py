@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import Cache
 from transformers.utils import can_return_tuple
 
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
+from subquad.models.generation import Generation
 from subquad.models.loading import BIAS, OLD_BIAS
 from subquad.models.losses import IGNORED, average, binary_cross_entropy, cross_entropy, squared_error
 from subquad.models.outputs import BackboneOutput, Scores
@@ -66,6 +67,7 @@ class Head(SubquadPreTrainedModel):
         return Scores(
             loss=loss,
             logits=logits,
+            past_key_values=backbone.past_key_values,
             hidden_states=backbone.hidden_states,
             attentions=backbone.attentions,
             density=backbone.density,
@@ -88,43 +90,8 @@ def with_auxiliary(model: Any, loss: Tensor, auxiliary: Tensor | None, share: Te
     return loss + model.config.density_weight * share * auxiliary.to(loss)
 
 
-class UncachedGenerationMixin(GenerationMixin):
-    """`generate` runs the whole sequence at every step: right for every mechanism, if slow."""
-
-    config: SubquadConfig
-    get_input_embeddings: Any
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        if past_key_values is not None:
-            raise ValueError("past_key_values: these models generate without a cache; leave it out")
-        if inputs_embeds is not None and not is_first_iteration and not self.config.is_encoder_decoder:
-            new = kwargs["position_ids"].shape[1] - inputs_embeds.shape[1]  # tokens after the prompt
-            embedded = self.get_input_embeddings()(input_ids[:, -new:])
-            inputs_embeds, is_first_iteration = torch.cat([inputs_embeds, embedded.to(inputs_embeds)], 1), True
-        return super().prepare_inputs_for_generation(
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-
-
-class SubquadForCausalLM(Head, UncachedGenerationMixin):
-    """Predicts the next token. Labels are the input ids; the shift happens here. `generate` runs without a cache."""
+class SubquadForCausalLM(Head, Generation):
+    """Predicts the next token. Labels are the input ids; the shift happens here."""
 
     causal = True
     _tied_weights_keys: ClassVar[dict[str, str]] = TIED
@@ -151,13 +118,16 @@ class SubquadForCausalLM(Head, UncachedGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        past_key_values: Cache | None = None,
     ) -> Scores:
         """`shift_labels` are labels that have been shifted already. `logits_to_keep`: only the last so many logits, or
-        those at the places of a tensor; 0 is all. `use_cache` changes nothing: there is no cache.
+        those at the places of a tensor; 0 is all. `use_cache=True` returns `past_key_values`; given them, the model
+        reads only what is new, with an `attention_mask` for everything.
         """
         backbone = self.encoder(
             input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds,
-            output_attentions, output_hidden_states, output_records, cu_seqlens, return_dict=True,
+            output_attentions, output_hidden_states, output_records, cu_seqlens, past_key_values, use_cache,
+            return_dict=True,
         )  # fmt: skip
         keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and shift_labels is None:
