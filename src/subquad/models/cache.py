@@ -124,12 +124,16 @@ class SubquadCache(DynamicCache):
 
     @property
     def lengths(self) -> Tensor | None:
-        """Positions of each row, counted from its first real token, (B,); None before the first tokens."""
-        state = self.layers[0].state
-        return None if state is None else state.length
+        return lengths_of(self)
 
 
-def with_state_layers(cache: Any, num_layers: int) -> SubquadCache:
+def lengths_of(cache: DynamicCache) -> Tensor | None:
+    """Positions of each row, counted from its first real token, (B,); None before the first tokens."""
+    state = cache.layers[0].state
+    return None if state is None else state.length
+
+
+def with_state_layers(cache: Any, num_layers: int) -> DynamicCache:
     """The cache that a caller gave. One of transformers' own that is still empty is given our layers."""
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values must be a transformers Cache, not {type(cache).__name__}")

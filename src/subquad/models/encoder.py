@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from subquad.attention.base import Attention
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_positions
-from subquad.models.cache import SubquadCache, with_state_layers
+from subquad.models.cache import SubquadCache, lengths_of, with_state_layers
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import of_today, read_old, renew
 from subquad.models.outputs import BackboneOutput, BlockOutput, collect
@@ -105,7 +105,7 @@ class Stack(SubquadPreTrainedModel):
         output_records: bool | None = None,
         cross: tuple[Tensor | None, ...] = (),
         cu_seqlens: Tensor | None = None,
-        cache: SubquadCache | None = None,
+        cache: DynamicCache | None = None,
         cross_cache: EncoderDecoderCache | None = None,
     ) -> BackboneOutput:
         """All blocks. `cross`: what the blocks of a decoder take beside, the encoder's states and their mask. With
@@ -149,18 +149,20 @@ class Stack(SubquadPreTrainedModel):
 
     def _after(
         self,
-        cache: SubquadCache,
+        cache: DynamicCache,
         x: Tensor,
         mask: Tensor | None,
         position_ids: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:
         """Which of the new tokens are real, and their positions: each row goes on from its own length."""
-        past, t, lengths = cache.get_seq_length(), x.shape[1], cache.lengths
+        past, t, lengths = cache.get_seq_length(), x.shape[1], lengths_of(cache)
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens: a packed batch cannot be put into a cache; pass use_cache=False")
         if self.gradient_checkpointing and self.training:
             raise ValueError("use_cache: gradient checkpointing computes layers twice; pass use_cache=False")
+        if lengths is not None and len(lengths) != len(x):
+            raise ValueError(f"past_key_values has batch size {len(lengths)}, the new tokens have {len(x)}")
         if mask is not None and mask.dim() == 2 and mask.shape[1] != past + t:
             raise ValueError(
                 f"attention_mask must have {past + t} columns, {past} cached and {t} new, not {mask.shape[1]}"
@@ -186,7 +188,7 @@ class Stack(SubquadPreTrainedModel):
                 return mechanism.name
         return None
 
-    def opened(self, past_key_values: Any, use_cache: bool | None) -> SubquadCache | None:
+    def opened(self, past_key_values: Any, use_cache: bool | None) -> DynamicCache | None:
         """The cache of a call: the one that was given, a new one where it is asked for, else None."""
         if past_key_values is None and not use_cache:
             return None

@@ -12,7 +12,7 @@ from subquad.models.cache import SubquadCache
 from subquad.models.config import SubquadConfig
 
 
-class Generation(GenerationMixin):
+class CachedGenerationMixin(GenerationMixin):
     """`generate` reads each token once where every layer can stream (`use_cache`, the default). Where one cannot, or
     where attention weights are asked for, it runs the whole sequence at every step; asking for both is an error.
     """

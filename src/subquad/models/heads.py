@@ -14,7 +14,7 @@ from transformers.utils import can_return_tuple
 
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
-from subquad.models.generation import Generation
+from subquad.models.generation import CachedGenerationMixin
 from subquad.models.loading import BIAS, OLD_BIAS
 from subquad.models.losses import IGNORED, average, binary_cross_entropy, cross_entropy, squared_error
 from subquad.models.outputs import BackboneOutput, Scores
@@ -90,7 +90,7 @@ def with_auxiliary(model: Any, loss: Tensor, auxiliary: Tensor | None, share: Te
     return loss + model.config.density_weight * share * auxiliary.to(loss)
 
 
-class SubquadForCausalLM(Head, Generation):
+class SubquadForCausalLM(Head, CachedGenerationMixin):
     """Predicts the next token. Labels are the input ids; the shift happens here."""
 
     causal = True

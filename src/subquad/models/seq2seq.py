@@ -17,7 +17,7 @@ from subquad.models.blocks import Block
 from subquad.models.cache import SubquadCache, split
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import Stack, SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
-from subquad.models.generation import Generation
+from subquad.models.generation import CachedGenerationMixin
 from subquad.models.heads import with_auxiliary
 from subquad.models.losses import IGNORED, average, cross_entropy
 from subquad.models.outputs import BackboneOutput, BlockOutput, Seq2SeqScores
@@ -88,7 +88,7 @@ class Decoder(Stack):
         )  # fmt: skip
 
 
-class SubquadForConditionalGeneration(SubquadPreTrainedModel, Generation):
+class SubquadForConditionalGeneration(SubquadPreTrainedModel, CachedGenerationMixin):
     """Translates: input_ids (B, n) and labels (B, m), -100 = padding. The decoder reads the labels, shifted by one."""
 
     main_input_name = "input_ids"
