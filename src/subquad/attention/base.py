@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.states import entrance
+from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.replay import Replay
 from subquad.attention.states.state import ROLLBACK, Memory, State
 from subquad.core.options import Options as BaseOptions
@@ -143,9 +144,17 @@ class Attention(nn.Module):
         """Move running averages by the statistics of a training step (summed over its micro-batches and processes)."""
         raise TypeError(f"{self.name} keeps no running averages: there is nothing to update")
 
-    def make_memory(self, rollback: int) -> Memory:
-        """What streaming keeps of the tokens so far; `rollback` tokens can be taken back. The fallback keeps all."""
+    def make_memory(self, margin: int) -> Memory:
+        """What streaming keeps of the tokens so far, and `margin` tokens more, so that these can be taken back. The
+        fallback keeps all.
+        """
         return Replay()
+
+    kept_width: int = 0  # numbers of a key that streaming keeps, where that is more than head_dim
+
+    def kept_keys(self, n: int) -> float:
+        """How many keys, or summaries of keys, the state of a head has after n tokens, up to a constant."""
+        return float(n)
 
     @property
     def open_size(self) -> str | None:
@@ -237,6 +246,19 @@ class Attention(nn.Module):
             k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         rows = Rows(real, None if real is None else lengths, None, None)
         return self.attend(q, k, v, self._call(rows, seed, q.shape[2]))
+
+    @property
+    def maps_by_softmax(self) -> bool:
+        """Do kept keys get their weights by a plain softmax of q·k·scale?"""
+        return getattr(self.options, "map", "softmax") == "softmax"
+
+    def attend_kept(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, position: Tensor, factors: Tensor | None = None
+    ) -> Tensor:
+        """New queries at positions (B, t) to the keys that streaming keeps, (B, H, m, d), as far as they are seen, bool
+        (B, H or 1, t, m). `factors` (B, H, t, m) is what dropout multiplies the weights with.
+        """
+        return attend_kept(q, k, v, seen, self.options.softmax_scale, factors)
 
     # ---- inside a layer ----
 

@@ -31,6 +31,8 @@ from torch import Tensor
 from subquad.abstraction import Abstraction
 from subquad.attention.base import Attention, Call
 from subquad.attention.combiner_definition import Terms
+from subquad.attention.states.state import Memory
+from subquad.attention.states.summaries import Summaries
 from subquad.attention.summaries import Tokens, summarise
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
@@ -97,6 +99,11 @@ class Combiner(Attention):
         about: dict[str, Any] = {"lengths": call.lengths, "valid": valid, "dropout": call.dropout, "seed": call.seed}
         scale = self.options.softmax_scale
         return merge_attention(tokens.q, keys, values, text, "main", n, scale=scale, **about).to(q.dtype)
+
+    def make_memory(self, margin: int) -> Memory:
+        if self.partition.kept(margin) is None:
+            return super().make_memory(margin)
+        return Summaries(self.partition, self.options.num_heads, margin)
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self.terms(q, k, call).weights()

@@ -17,9 +17,14 @@ from torch import Tensor
 
 import subquad.kernels.flash  # noqa: F401  (teaches the FLOP counter torch's own kernel)
 from subquad.attention.base import Attention, Call, Capabilities, Record, repeat_heads
+from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.chosen import all_before, past
+from subquad.attention.states.keys import Keys
+from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors, ranks
 from subquad.core.options import Options, option
 from subquad.probability import ProbabilityMap, probability_map
+from subquad.supports.kept import EVERYTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,13 @@ class Full(Attention):
 
     def define(self, q: Tensor, k: Tensor, call: Call, seen: Tensor | None = None) -> Tensor:
         return masked_map(self.map, q, k, self._seen(q, k, seen), call.key_mask, self.options.softmax_scale)
+
+    def make_memory(self, margin: int) -> Memory:
+        return Keys(EVERYTHING, [past], [0] * self.options.num_heads, margin, all_before)
+
+    def attend_kept(self, q, k, v, seen, position, factors=None):
+        rho = None if self.options.map == "softmax" else self.map
+        return attend_kept(q, k, v, seen, self.options.softmax_scale, factors, rho)
 
     def _seen(self, q: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
         full = torch.ones(q.shape[2] if self.options.causal else 1, k.shape[2], dtype=torch.bool, device=q.device)

@@ -15,20 +15,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Call
 from subquad.attention.full import MapOptions, masked_map
+from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.keys import Keys
+from subquad.attention.states.named import NamedKeys
+from subquad.attention.states.state import Memory
 from subquad.core.options import option
 from subquad.kernels.edges import edge_attention, edge_mapped_attention
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.tables import UNION, pattern_edges, pattern_mask
 from subquad.supports import drawn, patterns
+from subquad.supports.kept import EVERYTHING
 from subquad.supports.patterns import Pattern
 from subquad.supports.support import text_of
 
@@ -164,6 +171,24 @@ class PatternAttention(Attention):
         pieces = [rho(scores[:, g], allowed[:, g]) for rho, g in zip(self.maps, groups, strict=True)]
         return torch.cat(pieces, 1)
 
+    # ---- streaming ----
+
+    def make_memory(self, margin: int) -> Memory:
+        families = [None if f == UNION else f for f in self._families()]
+        used = list(dict.fromkeys(families))
+        kept = self.pattern.kept(used, margin)
+        sees = [FamilySees(self.pattern, family) for family in used]
+        heads = [used.index(family) for family in families]
+        heads = heads * self.options.num_heads if len(heads) == 1 else heads
+        if kept == EVERYTHING:
+            return NamedKeys(kept, sees, heads, margin)
+        ranges = partial(self.pattern.ranges, used) if len(used) == 1 else None
+        return Keys(kept, sees, heads, margin, ranges, self.pattern.begin)
+
+    def attend_kept(self, q, k, v, seen, position, factors=None):
+        rho = None if self.options.map == "softmax" else self.map_of_heads
+        return attend_kept(q, k, v, seen, self.options.softmax_scale, factors, rho)
+
     # ---- the definition ----
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
@@ -178,6 +203,19 @@ class PatternAttention(Attention):
         """bool (1 or H, n, n)."""
         masks = {f: pattern.mask(n, None if f == UNION else f) for f in set(self._families())}
         return torch.stack([masks[f] for f in self._families()])
+
+
+class FamilySees:
+    """The definition of a family, as streaming asks for it; a class, so that a state can be pickled."""
+
+    def __init__(self, pattern: Pattern, family: int | None) -> None:
+        self.pattern, self.family = pattern, family
+
+    def __call__(self, source: int, i: Tensor, j: Tensor) -> Tensor:
+        return self.pattern.sees(self.family, i, j)
+
+    def named(self, i: np.ndarray) -> np.ndarray:
+        return self.pattern.named(self.family, i)
 
 
 def _heads(x: Tensor, heads: range, total: int) -> Tensor:
@@ -237,6 +275,9 @@ class Fixed(PatternAttention):
         w: int | None = option(None, "length of a segment; None = ⌈√n⌉", ge=1)
         close: bool = option(False, "make the last token a summary token too")
 
+    def kept_keys(self, n: int) -> float:
+        return self.sized(n).w + n / self.sized(n).w
+
 
 class Star(PatternAttention):
     __doc__ = patterns.Star.__doc__
@@ -252,6 +293,9 @@ class Star(PatternAttention):
     class Options(PatternOptions):
         w: int = option(8, "neighbours on each side", ge=1)
         relay: Literal["last", "first"] = option("last", "where the relay token stands")
+
+    def kept_keys(self, n: int) -> float:
+        return self.options.w + 1.0
 
 
 class Random(PatternAttention):
@@ -285,6 +329,9 @@ class Longformer(PatternAttention):
     class Options(PatternOptions):
         window: int = option(128, "width of the window, half to each side", ge=1)
         global_tokens: int = option(0, "that many first tokens see and are seen by all", ge=0)
+
+    def kept_keys(self, n: int) -> float:
+        return self.options.window / 2 + self.options.global_tokens
 
 
 class BigBird(PatternAttention):
@@ -385,6 +432,7 @@ class GivenSets:
     def __init__(self, sets: Any) -> None:
         self.sets, self.fixed = sets, None if callable(sets) else as_masks(sets)
         self.families = len(as_masks(sets(4)) if self.fixed is None else self.fixed)
+        self.length = None if self.fixed is None else self.fixed.shape[1]
 
     def __call__(self, n: int) -> Tensor:
         masks = as_masks(self.sets(n)) if self.fixed is None else self.fixed

@@ -18,8 +18,6 @@ FIRST = 64  # places of a new buffer
 class Replay(Memory):
     """Everything. A step costs what a call costs; the fast path decides what is computed."""
 
-    growth = "n"
-
     def extend(self, module: Attention, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
         length = state.length + chunk.added  # (B,)
         n = int(length.max())

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from subquad.attention.base import Attention
 
 ROLLBACK = 64  # tokens that `crop` can take back, unless `start` is told otherwise
+LEAST = 16  # room for new tokens beside those that are still named: so many are written at a time
 Buffers = dict[str, Tensor]
 
 
@@ -42,9 +43,6 @@ class Chunk(NamedTuple):
 class Memory:
     """What a mechanism keeps of the tokens so far. A value of sizes alone: the tensors are in the state."""
 
-    growth = "n"  # bytes of a state after n tokens, for people
-    compact = False  # do the bytes grow more slowly than n?
-
     def extend(self, module: Attention, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
         """The output (B, H, t, d) of the new tokens, and the buffers that have them."""
         raise NotImplementedError
@@ -58,7 +56,7 @@ class Memory:
         return buffers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """What a causal mechanism knows of the tokens so far. A value: every method returns another state.
 
@@ -82,6 +80,7 @@ class State:
     rollback: int
     dtype: torch.dtype
     key_heads: int | None = None  # known from the first tokens on
+    even: int | None = None  # the length of all rows, where it is one and nothing was ever padded
     buffers: Buffers = field(default_factory=dict)
 
     @property
@@ -132,7 +131,8 @@ class State:
                 "least, a greater rollback keeps more"
             )
         high = torch.where(wanted > 0, self.high, 0)
-        return replace(self, length=wanted, high=high)
+        even = min(self.even, length) if isinstance(length, int) and self.even is not None else None
+        return replace(self, length=wanted, high=high, even=even)
 
     def _wanted(self, length: int | Tensor) -> Tensor:
         if isinstance(length, bool) or not isinstance(length, (int, Tensor)):
@@ -190,4 +190,5 @@ def grown(buffer: Tensor, wanted: int, dim: int) -> Tensor:
         return buffer
     shape = list(buffer.shape)
     shape[dim] = max(wanted, 2 * have) - have
-    return torch.cat((buffer, buffer.new_zeros(shape)), dim)
+    more = buffer.new_ones(shape) if buffer.dtype == torch.bool else buffer.new_zeros(shape)
+    return torch.cat((buffer, more), dim)  # nothing is padding until it is written

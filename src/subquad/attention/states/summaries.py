@@ -1,0 +1,233 @@
+"""A state of tokens and summaries: Combiner over spans, a window over spans, or a tree of spans.
+
+The tokens that are still seen directly are in a ring, with the queries that summaries are pooled from. A summary is
+made when its span is complete, from the ring or, in a tree, from the summaries of the level below, and is never
+touched again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.attention.states.keys import Keys
+from subquad.attention.states.state import Buffers, Chunk, read, write
+from subquad.attention.states.sums import every_head
+from subquad.kernels.merge import merge_attention
+from subquad.supports.kept import Kept
+
+if TYPE_CHECKING:
+    from subquad.attention.base import Attention
+
+
+class Summary(NamedTuple):
+    """Summaries of some blocks."""
+
+    query: Tensor  # (B, H, c, d)
+    key: Tensor
+    value: Tensor
+    count: Tensor  # int64 (B, c): real tokens
+
+
+class Summaries(Keys):
+    """Keys, and summaries of all complete spans that are still seen. Heads are all there, in float32 at least."""
+
+    def __init__(self, partition: Any, heads: int, margin: int) -> None:
+        super().__init__(
+            partition.kept(margin), [partition.sees], [0] * heads, margin, partition.ranges, partition.begin
+        )
+        self.partition = partition
+        self.skip = getattr(partition, "sinks", 0)  # that many first tokens are in no span
+        self.tokens = next(one for one in self.kept if one.source == 0 and one.ring)
+        self.levels = sorted((one for one in self.kept if one.source), key=lambda one: one.source)
+
+    def _start(self, one: Kept) -> int:
+        return self.offsets[self.kept.index(one)]
+
+    def empty(self, chunk: Chunk) -> Buffers:
+        buffers = super().empty(_every_head(chunk))
+        b, h, _, d = chunk.q.shape
+        place = buffers["k"].new_zeros
+        buffers["q"] = place(b, h, self.tokens.size + 1, d)
+        for one in self.levels[:-1]:
+            buffers[f"q{one.source}"] = place(b, h, one.size + 1, d)
+            buffers[f"count{one.source}"] = torch.zeros(b, one.size + 1, dtype=torch.int64, device=chunk.q.device)
+        return buffers
+
+    def _written(self, module: Attention, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
+        chunk = _every_head(chunk)
+        buffers = self._tokens_written(module, chunk, buffers, length, after)
+        return self._completed(module, chunk, buffers, length, after)
+
+    def written_run(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, first: int) -> Buffers:
+        """All of it, for rows of equal length."""
+        chunk = _every_head(chunk)
+        buffers = self._run_written(chunk, buffers, first)
+        if (first + chunk.q.shape[2]) // self.levels[0].unit > first // self.levels[0].unit:
+            buffers = self._completed(module, chunk, buffers, length, length + chunk.added)
+        return buffers
+
+    def _run_written(self, chunk: Chunk, buffers: Buffers, first: int) -> Buffers:
+        buffers, ring = self.write_run(chunk, buffers, first), self.tokens
+        stop = first + chunk.q.shape[2]
+        at = max(first, stop - ring.size)
+        for own in ring.slices(range(at, stop)):
+            many = own.stop - own.start
+            buffers["q"][:, :, own] = chunk.q[:, :, at - first : at - first + many]
+            at += many
+        return buffers
+
+    def _completed(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
+        """The buffers with the summaries of what is complete now."""
+        below: Summary | None = None
+        for one in self.levels:
+            first, stop = length // one.unit, after // one.unit  # (B,): blocks that are complete by now
+            many = chunk.q.shape[2] // one.unit + 1
+            if not torch.compiler.is_compiling():
+                many = int((stop - first).max())
+                if many == 0:
+                    break
+            block = first[:, None] + torch.arange(many, device=first.device)  # (B, c)
+            if chunk.q.shape[2] > self.margin:  # the first tokens, more of them than the ring has
+                found = self._of_all(module, chunk, one, below, many)
+            else:
+                found = self._of_kept(module, buffers, one, block)
+            buffers, below = self._put(buffers, one, block, block < stop[:, None], stop, found), found
+        return buffers
+
+    def _tokens_written(self, module, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
+        buffers, ring = super()._written(module, chunk, buffers, length, after), self.tokens
+        mine = chunk.position >= (after - ring.size)[:, None]
+        mine = mine if chunk.here is None else mine & chunk.here
+        buffers["q"] = write(buffers["q"], torch.where(mine, ring.slots(chunk.position), ring.size), chunk.q)
+        return buffers
+
+    # ---- long chunks ----
+
+    def has_fast_path(self, module, chunk, state):
+        """One level of spans, rows of equal length without padding, nothing dropped; sinks lie before the window."""
+        return super().has_fast_path(module, chunk, state) and self.partition.begin(int(state.length[0])) >= self.skip
+
+    def continued(self, module, chunk, buffers, length):
+        """As one call does it, from the first token that is still seen directly: the tokens from there on, the
+        summaries of all spans, and the sinks.
+        """
+        (top,), every, size = self.levels, _every_head(chunk), self.levels[0].unit
+        after = torch.full_like(chunk.position[:, 0], length + chunk.q.shape[2])
+        buffers = self.reserve(buffers, int(after[0]))
+        begin, start = self.partition.begin(length), self._start(self.tokens)
+        ring = self.tokens.slots(torch.arange(begin, length, device=after.device))
+        old = buffers["q"][:, :, ring], *(buffers[name][:, :, ring + start] for name in ("k", "v"))
+        q, k, v = (torch.cat((x, y), 2) for x, y in zip(old, every[:3], strict=True))  # (B, H, r + t, d)
+        real = torch.cat((buffers["real"][:, ring + start], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
+        plain = bool(real.all())
+        first, stop = length // size, int(after[0]) // size  # spans that are complete now
+        if stop > first:
+            own = slice(first * size - begin, stop * size - begin)
+            blocks = [x[:, :, own].unflatten(2, (-1, size)) for x in (q, k, v)]
+            found = of_tokens(module, *blocks, None if plain else real[:, own].unflatten(1, (-1, size)))
+            block = torch.arange(first, stop, device=after.device).expand(len(after), stop - first)
+            buffers = self._put(buffers, top, block, block >= 0, block[:, -1] + 1, found)
+        kept = [slice(self._start(top), self._start(top) + stop)]
+        kept += [slice(0, self.skip)] if self.skip else []  # the first row of slots
+        sources = ([x, *(buffers[name][:, :, own] for own in kept)] for name, x in (("k", k), ("v", v)))
+        valid = [real[:, None], *(buffers["real"][:, None, own] for own in kept)]
+        valid = [None] * len(valid) if all(bool(x.all()) for x in valid) else valid
+        about = {"scale": module.options.softmax_scale, "valid": valid}
+        out = merge_attention(q, *sources, self.partition.text, f"from:{begin // size}", q.shape[2], **about)
+        if torch.is_grad_enabled():
+            buffers = self._tokens_written(module, every, buffers, after - chunk.added, after)
+        else:
+            buffers = self._run_written(every, buffers, length)
+        return out[:, :, length - begin :].to(chunk.q.dtype), buffers
+
+    # ---- summaries ----
+
+    def _of_all(self, module: Any, chunk: Chunk, one: Kept, below: Summary | None, many: int) -> Summary:
+        """All blocks of a level, from all tokens or all summaries below."""
+        branch = one.unit // self._below(one)
+        cut = many * branch
+        if below is not None:
+            query, key, value = (x[:, :, :cut].unflatten(2, (many, branch)) for x in below[:3])
+            return of_summaries(module, query, key, value, below.count[:, :cut].unflatten(1, (many, branch)))
+        q, k, v = (x[:, :, :cut].unflatten(2, (many, branch)) for x in (chunk.q, chunk.k, chunk.v))
+        if chunk.real is None and not self.skip:
+            return of_tokens(module, q, k, v, None)
+        real = torch.ones_like(chunk.position, dtype=torch.bool) if chunk.real is None else chunk.real
+        real = (real & (chunk.position >= self.skip))[:, :cut].unflatten(1, (many, branch))
+        return of_tokens(module, q, k, v, real)
+
+    def _of_kept(self, module: Any, buffers: Buffers, one: Kept, block: Tensor) -> Summary:
+        """Blocks (B, c) of a level, from what is kept."""
+        branch = one.unit // self._below(one)
+        member = (block[..., None] * branch + torch.arange(branch, device=block.device)).flatten(1)  # (B, c·s)
+        source = self.tokens if one.source == 1 else self.levels[one.source - 2]
+        own = source.slots(member)
+        place = self._start(source) + own
+        shape = (block.shape[1], branch)
+        key, value = (read(buffers[name], place).unflatten(2, shape) for name in ("k", "v"))
+        query = read(buffers["q" if one.source == 1 else f"q{source.source}"], own).unflatten(2, shape)
+        if one.source == 1:
+            real = read(buffers["real"], place) & (member >= self.skip)
+            return of_tokens(module, query, key, value, real.unflatten(1, shape))
+        return of_summaries(module, query, key, value, read(buffers[f"count{source.source}"], own).unflatten(1, shape))
+
+    def _below(self, one: Kept) -> int:
+        return 1 if one.source == 1 else self.levels[one.source - 2].unit
+
+    def _put(self, buffers: Buffers, one: Kept, block: Tensor, done: Tensor, stop: Tensor, found: Summary) -> Buffers:
+        buffers, trash = dict(buffers), buffers["k"].shape[2] - 1
+        if one.ring:
+            done = done & (block >= (stop - one.size)[:, None])
+        slot = torch.where(done, one.slots(block) + self._start(one), trash)
+        news = {"k": found.key, "v": found.value, "real": found.count > 0}
+        buffers |= {name: write(buffers[name], slot, x) for name, x in news.items()}
+        if one is not self.levels[-1]:
+            slot = torch.where(done, one.slots(block), one.size)
+            news = {f"q{one.source}": found.query, f"count{one.source}": found.count}
+            buffers |= {name: write(buffers[name], slot, x) for name, x in news.items()}
+        return buffers
+
+
+def of_tokens(module: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Summary:
+    """Blocks of tokens (B, H, c, s, d), real (B, c, s) or all: pooled queries and keys, and what the query finds."""
+    features, scale, pool = module.abstraction(q, k), module.options.softmax_scale, module.abstraction.pool
+    if real is None:
+        query, key = (x.amax(3) if pool == "max" else x.mean(3) for x in features)
+        weights = ((k @ query[..., None])[..., 0] * scale).softmax(-1)  # (B, H, c, s)
+        count = torch.full((q.shape[0], q.shape[2]), q.shape[3], device=q.device)
+        return Summary(query, key, (weights[..., None, :] @ v)[..., 0, :], count)
+    count = real.sum(-1)  # (B, c)
+    query, key = (_pooled(x, real.to(q.dtype), count, pool) for x in features)
+    return Summary(query, key, _found(query, k, v, real, scale), count)
+
+
+def of_summaries(module: Any, query: Tensor, key: Tensor, value: Tensor, counts: Tensor) -> Summary:
+    """Blocks of summaries (B, H, c, s, d) of `counts` (B, c, s) tokens: their pools are pools of pools."""
+    count = counts.sum(-1)
+    q, k = (_pooled(x, counts.to(x.dtype), count, module.abstraction.pool) for x in (query, key))
+    return Summary(q, k, _found(q, key, value, counts > 0, module.options.softmax_scale), count)
+
+
+def _pooled(x: Tensor, share: Tensor, count: Tensor, pool: str) -> Tensor:
+    """(B, H, c, s, d) → (B, H, c, d), members by their share (B, c, s); 0 where there is none."""
+    if pool == "max":
+        top = x.masked_fill((share == 0)[:, None, ..., None], -torch.inf).amax(3)
+        return top.masked_fill((count == 0)[:, None, :, None], 0)
+    return (x * share[:, None, ..., None]).sum(3) / count.clamp(min=1)[:, None, :, None]
+
+
+def _found(query: Tensor, k: Tensor, v: Tensor, real: Tensor, scale: float) -> Tensor:
+    """What each pooled query finds among its members, (B, H, c, d)."""
+    scores = (k @ query[..., None])[..., 0] * scale  # (B, H, c, s)
+    allowed = real[:, None]
+    weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1) * allowed
+    return (weights[..., None, :] @ v)[..., 0, :]
+
+
+def _every_head(chunk: Chunk) -> Chunk:
+    """With as many key heads as query heads: summaries belong to a query head."""
+    q, k, v = every_head(chunk)
+    return chunk._replace(q=q, k=k, v=v)
