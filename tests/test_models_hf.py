@@ -366,8 +366,6 @@ def test_generate_honours_position_ids(writer):
         positions = torch.arange(5 + step)[None].expand(2, -1) + 7
         told = torch.cat([told, writer(told, position_ids=positions).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(writer.generate(ids, position_ids=places, max_new_tokens=4, do_sample=False), told)
-    with pytest.raises(ValueError, match="generate without a cache"):
-        writer.prepare_inputs_for_generation(ids, past_key_values=object())
 
 
 def test_logits_to_keep(writer):
@@ -420,9 +418,7 @@ PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "sequence": "SEQ_CLS", "token": "TOKEN_C
 
 
 PEFT_CASES = [("lora", head) for head in PEFT_TASKS] + [("ia3", "causal-lm"), ("ia3", "seq2seq")]
-PEFT_CASES += [
-    ("prompt", head) for head in PEFT_TASKS if head != "token"
-]  # PEFT would give it fewer labels than tokens
+PEFT_CASES += [("prompt", head) for head in PEFT_TASKS]
 
 
 @pytest.mark.parametrize(("kind", "head"), PEFT_CASES)
@@ -435,11 +431,14 @@ def test_peft(kind, head, tmp_path):
     base = HEADS[head](config(attention=spec, eos_token_id=None))
     model = peft.get_peft_model(copy.deepcopy(base), adapted(kind, PEFT_TASKS[head])).train()
     given = {name: value for name, value in inputs(head).items() if name != "decoder_input_ids"}
+    target = labels(head)
+    if (kind, head) == ("prompt", "token"):  # PEFT leaves it to the caller that virtual tokens have no labels
+        target = nn.functional.pad(target, (3, 0), value=-100)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     frozen = base.encoder.blocks[0].feedforward[0].weight.clone()
     losses = []
     for _ in range(3):
-        output = model(**given, labels=labels(head))
+        output = model(**given, labels=target)
         output.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -449,7 +448,7 @@ def test_peft(kind, head, tmp_path):
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
     with torch.no_grad():
-        one, other = (each(**given, labels=labels(head)).logits for each in (model.eval(), again))
+        one, other = (each(**given, labels=target).logits for each in (model.eval(), again))
     torch.testing.assert_close(one, other)
     if head in ("causal-lm", "seq2seq"):
         made = again.generate(**given, max_new_tokens=3, do_sample=False)
@@ -600,4 +599,6 @@ def test_export_of_sub_quadratic_attention_with_dynamic_length(spec):
         longer["attention_mask"][0, :3] = 0
         expected = model(**longer).logits
         assert type(expected) is torch.Tensor
-        torch.testing.assert_close(program.module()(**longer).logits, expected, rtol=1e-4, atol=1e-5)
+        real = longer["attention_mask"].bool()
+        found = program.module()(**longer).logits
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)

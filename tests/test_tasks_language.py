@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subquad.data.cache import mapped, pieces
+from subquad.data.datasets import PackedDocuments
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks import task
 from subquad.tasks.language import entropies
@@ -43,6 +44,48 @@ def zipped(path: Path, files: dict[str, bytes]) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
+
+
+# ---- packing ----
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(2, 20))
+def test_documents_are_packed_whole(lengths, length):
+    """Every token once and in order; a document is cut only where it is longer than a window."""
+    bounds = np.cumsum([0, *lengths])
+    packed = PackedDocuments(np.arange(bounds[-1]), bounds, length)
+    rows = [packed[i] for i in range(len(packed))]
+    assert torch.cat([row["input_ids"] for row in rows]).tolist() == list(range(bounds[-1]))
+    assert all(len(row["input_ids"]) <= length for row in rows)
+    for row in rows:
+        starts = row["position_ids"] == 0
+        assert torch.equal(row["labels"] == -100, starts)
+        assert (row["position_ids"].diff()[~starts[1:]] == 1).all() and starts[0]
+        begun = set(row["input_ids"][starts].tolist()) - set(bounds.tolist())
+        assert all(lengths[np.searchsorted(bounds, token, "right") - 1] > length for token in begun)
+    for one, other in pairwise(rows):  # greedy: the first document of a row did not fit into the row before
+        begin = torch.cat([other["position_ids"], torch.zeros(1, dtype=torch.long)])[1:].eq(0).int().argmax() + 1
+        assert len(one["input_ids"]) + int(begin) > length
+
+
+def test_packed_language_tasks(tmp_path):
+    (tmp_path / "t.txt").write_bytes(b"To be,\nor not.\n\nThat is\n\n" * 30)
+    where = ("source=file", f"path={tmp_path / 't.txt'}", "pack=true")
+    letters = small("lm-bytes", None, *where)
+    row = letters.load().train[0]
+    text = letters.decode(row["input_ids"].tolist())
+    assert text == "To be,\nor not.\n\nThat is\n\n" and row["position_ids"].eq(0).nonzero().flatten().tolist() == [
+        0,
+        16,
+    ]
+    words = small("lm-words", None, *where, "length=7")
+    row = words.load().train[0]
+    assert words.decode(row["input_ids"].tolist()).split() == ["To", "be,", "or", "not."]
+    assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    batch = words.collate([words.load().train[i] for i in range(3)])
+    model = HEADS["causal-lm"](SubquadConfig(**words.config(), attention="combiner-fixed"))
+    model(**batch).loss.backward()
+    assert words.score(model(**batch).logits, batch["labels"])[:, 1].sum() == (batch["labels"] != -100).sum()
 
 
 # ---- entropies ----

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import ModelOutput
+from typer.testing import CliRunner
 
+from subquad.cli import app
 from subquad.core import child
 from subquad.core.options import split_list
 from subquad.models import HEADS, SubquadConfig
@@ -230,6 +232,48 @@ def test_predicting_and_generating(tmp_path):
         use.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="does not contain a model"):
         use.load(tmp_path / "nowhere")
+
+
+def test_predict_goes_on_past_lines_it_cannot_read(tmp_path):
+    small = ("length=32", "width=16", "heads=2", "feedforward=32", "steps=2", "evaluate=2", "batch=4")
+    train(
+        Run(
+            task("listops", "small", (*small, "max_length=30", "train_size=64", "eval_size=8")),
+            ["full"],
+            tmp_path / "run",
+            command=["x"],
+        )
+    )
+    lines = tmp_path / "lines.txt"
+    lines.write_bytes(b"[MAX 2 9 ]\n[SUM 1 ]\n\n\xff\xfe\n7\n")
+    for given in (["--file", str(lines)], []):
+        typed = lines.read_bytes() if not given else None
+        result = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), *given], input=typed)
+        answers = result.stdout.split("\n")
+        assert result.exit_code == 1 and len(answers) == 6 and answers[1:4] == ["", "", ""] and answers[4].isdigit()
+        assert "line 2: '[SUM' is no token" in result.stderr and "line 4: not UTF-8" in result.stderr
+    lines.write_text("7\n")
+    assert CliRunner().invoke(app, ["predict", str(tmp_path / "run"), "--file", str(lines)]).exit_code == 0
+
+
+def test_a_packed_language_model_writes_as_it_goes(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join("nä, " * (3 + i % 9) for i in range(80)))
+    small = ("length=32", "width=16", "heads=2", "feedforward=32", "steps=2", "evaluate=2", "batch=2", "pack=true")
+    lm = task("lm-bytes", "small", (*small, "source=file", f"path={text}"))
+    train(Run(lm, ["combiner-fixed"], tmp_path / "run", command=["x"]))
+    model, made = use.load(tmp_path / "run")
+    ids = made.encode("nä, n")["input_ids"][None]
+    for _ in range(40):  # the definition: everything is read at every step, and beyond the length the newest tokens
+        ids = torch.cat([ids, model(ids[:, -32:]).logits[:, -1:].argmax(-1)], 1)
+    pieces = list(use.write(model, made, "nä, n", 40, 0.0, 0))
+    assert "".join(pieces) == made.decode(ids[0].tolist()) and len(pieces) == 42
+    result = CliRunner().invoke(
+        app, ["generate", str(tmp_path / "run"), "--prompt", "nä, n", "--tokens", "40", "--temperature", "0"]
+    )
+    assert result.stdout == "".join(pieces) + "\n" and "40 tokens" in result.stderr
+    assert "tokens per second" in result.stderr
 
 
 def test_tokens_stay_in_their_window():

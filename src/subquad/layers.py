@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from subquad.attention.base import draw_seed
 from subquad.attention.registry import attention as make_attention
 from subquad.attention.states import State
+from subquad.packing import Packing, attend_packed, packing_of
 
 QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
 
@@ -62,6 +63,9 @@ class MultiheadAttention(nn.Module):
     What it cannot honour raises: add_bias_kv, add_zero_attn, and an attn_mask other than the causal one (full
     attention takes any). `key_padding_mask` is torch's: True = padding. `need_weights=True` (torch's default)
     returns the effective weights of this call, a matrix n × n: pass need_weights=False for long sequences.
+
+    A packed batch is several sequences one after another in a row, none of which sees another: `cu_seqlens` (S + 1,),
+    the slots they begin with and the end, or `position_ids` (B, n) that restart at 0 (see `subquad.packing`).
 
     Beyond torch's: `num_kv_heads` keys and values with fewer heads (grouped query attention), `head_dim` heads whose
     width is not embed_dim / num_heads.
@@ -154,6 +158,9 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        cu_seqlens: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self._check_tokens(query, key, value)
         batched = query.dim() == 3
@@ -164,20 +171,42 @@ class MultiheadAttention(nn.Module):
         elif not batched and query is key and key is value:
             tokens = [tokens[0]] * 3
         key_mask = self._key_mask(key_padding_mask, tokens[1])
+        packing = self._packing(tokens, key_mask, position_ids, cu_seqlens)
+        if packing is not None and attn_mask is not None and not is_causal:
+            raise ValueError("attn_mask: a packed batch has no mask but the causal one; leave attn_mask out")
         seen = self._attn_mask(attn_mask, is_causal, tokens[0].shape[1], tokens[1].shape[1])
         project = Projections(self)
         # one seed: the weights are those of this call
         extra: dict[str, Any] = {"seed": draw_seed()} if need_weights and self.attention.is_random else {}
         extra |= {} if seen is None else {"seen": seen}
         query, key, value = tokens
-        mixed, _ = self.attention.attend_tokens(query, key, value, project, key_mask, **extra)  # (B, n, H·d)
+        if packing is None:
+            mixed, _ = self.attention.attend_tokens(query, key, value, project, key_mask, **extra)  # (B, n, H·d)
+        else:
+            mixed, _ = attend_packed(packing, self.attention, tokens, lambda _: project, **extra)
         out = self.out_proj(mixed)
-        weights = self._weights(tokens, project, key_mask, extra, average_attn_weights) if need_weights else None
+        weights = None
+        if need_weights:
+            weights = self._weights(tokens, project, key_mask, packing, extra, average_attn_weights)
         out = out if self.batch_first else out.transpose(0, 1)
         if not batched:
             out = out.squeeze(0 if self.batch_first else 1)
             weights = None if weights is None else weights[0]
         return out, weights
+
+    def _packing(
+        self, tokens: list[Tensor], key_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Packing | None:
+        """The sequences of a packed batch; None where a row is one."""
+        if position_ids is None and cu_seqlens is None:
+            return None
+        if tokens[0].shape[1] != tokens[1].shape[1]:
+            raise ValueError("cu_seqlens and position_ids: packed batches are for self-attention")
+        # sizes that are left open follow the length of a call: only sequences of one length may share one
+        able = self.attention.capabilities
+        settled = self.attention.options.max_length or (able.streaming and not self.attention.open_size)
+        shape = (tokens[0].shape[0], tokens[0].shape[1])
+        return packing_of(shape, key_mask, position_ids, cu_seqlens, sharing="near" if settled else "equal")
 
     def start(self, batch_size: int, **about: Any) -> State:
         """An empty state for streaming, as `Attention.start`: device, dtype, seed, rollback."""
@@ -195,14 +224,23 @@ class MultiheadAttention(nn.Module):
         mixed, state = self.attention.extend_tokens(x, Projections(self), state, key_mask)  # (B, t, H·d)
         return self.out_proj(mixed), state
 
-    def _weights(self, tokens, project, key_mask, extra, average: bool) -> Tensor:
+    def _weights(self, tokens, project, key_mask, packing, extra, average: bool) -> Tensor:
         if tokens[1].shape[1] > QUADRATIC and self.attention.name != "full":
             warnings.warn(
                 f"need_weights=True makes a matrix of {tokens[0].shape[1]} × {tokens[1].shape[1]} weights: "
                 "quadratic cost; pass need_weights=False",
                 stacklevel=3,
             )
-        weights = self.attention.token_weights(tokens[0], tokens[1], project, key_mask, **extra)  # (B, H, n, m)
+        if packing is None:
+            weights = self.attention.token_weights(tokens[0], tokens[1], project, key_mask, **extra)  # (B, H, n, m)
+        else:
+            apart = [
+                self.attention.token_weights(
+                    bucket.rows(tokens[0]), bucket.rows(tokens[1]), project, bucket.mask, **extra
+                )
+                for bucket in packing.buckets
+            ]
+            weights = packing.join_weights(apart)
         return weights.mean(1) if average else weights
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as jsonlib
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from subquad.cli.train import Data
-from subquad.core.console import out
+from subquad.core.console import complain, err, out
 
 Model = Annotated[Path, typer.Argument(help="Folder of a finished run, or of its model.")]
 
@@ -54,23 +57,37 @@ def predict(
         Path | None, typer.Option("--file", help="A file with one input per line.", show_default=False)
     ] = None,
 ) -> None:
-    """Print the answer of a trained model to each line of input."""
+    """Print the answer of a trained model to each line of input.
+
+    A line that cannot be read is reported on standard error and has an empty answer; the exit code is then 1.
+    """
     if text is not None and file is not None:
         raise typer.BadParameter("give either a text or --file, not both")
     from subquad.training.quiet import quiet
 
     quiet()
-    from subquad.data.files import read_lines
+    from subquad.data.files import opened
     from subquad.training import use
 
-    if text is not None:
-        lines = iter([text])
-    elif file is not None:
-        lines = (line for _, line in read_lines(file))
-    else:
-        lines = (line.rstrip("\r\n") for line in sys.stdin)
-    for answer in use.predict(*use.load(model), lines):
-        print(answer, flush=True)
+    wrong: list[str] = []
+
+    def report(message: str) -> None:
+        wrong.append(message)
+        complain(message)
+
+    asked = use.load(model)
+    with contextlib.ExitStack() as held:
+        lines: Iterable[str | bytes]
+        if text is not None:
+            lines = [text]
+        elif file is not None:
+            lines = held.enter_context(opened(file))
+        else:
+            lines = getattr(sys.stdin, "buffer", sys.stdin)
+        for answer in use.predict(*asked, lines, report):
+            print(answer, flush=True)
+    if wrong:
+        raise typer.Exit(1)
 
 
 def generate(
@@ -82,10 +99,18 @@ def generate(
     ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Continue a text with a trained language model."""
+    """Continue a text with a trained language model, and print it as it comes; the speed goes to standard error."""
     from subquad.training.quiet import quiet
 
     quiet()
     from subquad.training import use
 
-    print(use.generate(*use.load(model), prompt, tokens, temperature, seed))
+    pieces = use.write(*use.load(model), prompt, tokens, temperature, seed)
+    print(next(pieces), end="", flush=True)
+    start, count = time.perf_counter(), -1  # the last piece is what was held back
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        count += 1
+    print(flush=True)
+    seconds = time.perf_counter() - start
+    err().print(f"{count} tokens, {count / max(seconds, 1e-9):.1f} tokens per second")

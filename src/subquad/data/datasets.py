@@ -85,6 +85,46 @@ class Windows(Dataset):
         return {"input_ids": ids, "labels": labels}
 
 
+class PackedDocuments(Dataset):
+    """Whole documents one after another, as many as fit into `length` tokens; none is cut that is not longer.
+
+    `bounds` (D + 1,): the token that each document begins with, and the end. Positions restart at 0 in every document,
+    by which a model knows that none sees another, and its first token is not predicted. `size` examples of all there
+    are: the first ones, or evenly `spread`.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, bounds: np.ndarray, length: int, size: int | None = None, *, spread: bool = False
+    ) -> None:
+        bounds = np.asarray(bounds, dtype=np.int64)
+        longer = np.flatnonzero(np.diff(bounds) > length)
+        inside = [np.arange(bounds[i] + length, bounds[i + 1], length) for i in longer]
+        self.tokens, self.starts = tokens, np.unique(np.concatenate([bounds, *inside]))  # (P + 1,)
+        cuts = [int(self.starts[0])]
+        while cuts[-1] < self.starts[-1]:
+            cuts.append(int(self.starts[np.searchsorted(self.starts, cuts[-1] + length, "right") - 1]))
+        self.cuts, total = np.asarray(cuts), len(cuts) - 1
+        size = total if size is None else min(size, total)
+        self.chosen = np.arange(size) * total // max(size, 1) if spread else np.arange(size)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        a, b = self.cuts[self.chosen[index] : self.chosen[index] + 2]
+        ids = torch.from_numpy(np.asarray(self.tokens[a:b], dtype=np.int64))  # (n,)
+        first, last = np.searchsorted(self.starts, [a, b])
+        starts = torch.from_numpy(self.starts[first:last] - a)
+        labels = ids.clone()
+        labels[starts] = IGNORED
+        place = torch.arange(len(ids))
+        begun = torch.zeros_like(place)
+        begun[starts] = starts
+        return {"input_ids": ids, "labels": labels, "position_ids": place - begun.cummax(0)[0]}
+
+
 def generated_splits(make: Callable[[np.random.Generator], Example], sizes: tuple[int, int, int], seed: int) -> Splits:
     """Training, validation and test examples of a generated task, each part from its own seeds."""
     return Splits(*(GeneratedDataset(make, size, (seed, part)) for part, size in enumerate(sizes)))

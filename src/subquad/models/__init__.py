@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from subquad.models.cache import SubquadCache
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import SubquadModel
 from subquad.models.heads import (
@@ -31,6 +32,7 @@ from subquad.models.seq2seq import SubquadForConditionalGeneration
 
 __all__ = [
     "HEADS",
+    "SubquadCache",
     "SubquadConfig",
     "SubquadForCausalLM",
     "SubquadForConditionalGeneration",

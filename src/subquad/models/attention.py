@@ -14,11 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 
 from subquad.attention.base import Record, draw_seed, repeat_heads
 from subquad.attention.registry import attention as make_attention
+from subquad.models.cache import StateLayer
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import separate_projections
+from subquad.packing import Bucket, Packing, attend_packed
 
 
 class Projections:
@@ -28,7 +31,7 @@ class Projections:
     """
 
     def __init__(self, layer: AttentionLayer, angles: Tensor | None = None) -> None:
-        self.layer = layer
+        self.layer, self.angles = layer, angles
         self.rotation = None if angles is None else (angles.cos()[:, None], angles.sin()[:, None])  # (B, 1, n, d/2)
 
     def queries(self, x: Tensor) -> Tensor:
@@ -42,6 +45,12 @@ class Projections:
 
     def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.queries(query), self.keys(key), self.values(value)
+
+    def of_rows(self, bucket: Bucket, batch: int) -> Projections:
+        """The projections of the sequences of a packed batch, each a row."""
+        if self.angles is None:
+            return self
+        return Projections(self.layer, bucket.rows(self.angles.expand(batch, -1, -1)))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.layer.head_dim)).transpose(1, 2)  # (B, H or G, n, d)
@@ -90,29 +99,88 @@ class AttentionLayer(nn.Module):
         seed: int | None = None,
         want_weights: bool = False,
         want_record: bool = False,
-        state: Any = None,
+        packing: Packing | None = None,
+        state: StateLayer | None = None,
+        cross: tuple[EncoderDecoderCache, int] | None = None,
     ) -> tuple[Tensor, Record, Tensor | None]:
         """The output, the record of this call and its weights (B, H, n, m); empty and None unless they are wanted.
 
-        Where weights are wanted the output is made of them, as transformers' eager attention does: the slow definition.
+        With `packing` the slots of x are several sequences, each of which attends to itself (and `key_mask` says
+        nothing new). Where weights are wanted the output is made of them, as transformers' eager attention does: the
+        slow definition. With `state` x is what follows the tokens that the state has, and the state has x afterwards;
+        `cross` keeps the keys and values of `context`, under the number of the layer.
         """
         if state is not None:
-            raise ValueError(f"state: {self.attention.name} does not stream; call it with the whole sequence")
+            return self._streamed(x, key_mask, angles, seed, packing, state, want_weights), Record(), None
+        if cross is not None:
+            return self._across(x, key_mask, context, cross, want_weights), Record(), None
         keys, project, mechanism = x if context is None else context, Projections(self, angles), self.attention
         drawn = None if seed is None else torch.tensor(seed)
         if want_weights and drawn is None and mechanism.is_random:
             drawn = draw_seed()  # the output and the record must speak of the same sampled graph
         with weights_at_hand(mechanism):
-            about = (x, keys, keys, project, key_mask, drawn)
-            y, record = mechanism.attend_tokens(*about, want_record=want_record)  # (B, n, H·d)
+            if packing is None:
+                about = (x, keys, keys, project, key_mask, drawn)
+                y, record = mechanism.attend_tokens(*about, want_record=want_record)  # (B, n, H·d)
+            else:
+                rows = (lambda bucket: project.of_rows(bucket, len(x)), drawn)
+                y, record = attend_packed(packing, mechanism, (x, x, x), *rows, want_record=want_record)
         if not want_weights:
             return self.out_proj(y), record, None
         with weights_at_hand(mechanism):
-            weights, y = self._defined(project, x, keys, key_mask, drawn)
+            weights, y = self._defined(project, x, keys, key_mask, drawn, packing)
         return self.out_proj(y), record, weights
 
+    def _streamed(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None,
+        angles: Tensor | None,
+        seed: int | None,
+        packing: Packing | None,
+        state: StateLayer,
+        want_weights: bool,
+    ) -> Tensor:
+        """Attention of new tokens x (B, t, D) to themselves and to those that `state` has."""
+        if want_weights:
+            raise ValueError("output_attentions: with a cache there are no weights to show; pass use_cache=False")
+        drawn, project = None if seed is None else torch.tensor(seed), Projections(self, angles)
+        with weights_at_hand(self.attention):
+            if packing is None:
+                return self.out_proj(state.extend(self.attention, x, project, key_mask, drawn))
+            (bucket,) = packing.buckets
+            rows = (bucket.rows(x), project.of_rows(bucket, len(x)), bucket.mask)
+            return self.out_proj(packing.join([state.extend(self.attention, *rows, drawn)]))
+
+    def _across(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None,
+        context: Tensor,
+        cross: tuple[EncoderDecoderCache, int],
+        want_weights: bool,
+    ) -> Tensor:
+        """Attention to `context`, whose keys and values are projected once."""
+        if want_weights:
+            raise ValueError("output_attentions: with a cache there are no weights to show; pass use_cache=False")
+        project, (both, layer) = Projections(self), cross
+        cache = both.cross_attention_cache
+        if both.is_updated.get(layer):
+            k, v = cache.layers[layer].keys, cache.layers[layer].values
+        else:
+            k, v = cache.update(project.keys(context), project.values(context), layer)
+            both.is_updated[layer] = True
+        y = self.attention(project.queries(x), k, v, key_mask=key_mask)  # (B, H, t, d)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
     def _defined(
-        self, project: Projections, x: Tensor, keys: Tensor, key_mask: Tensor | None, seed: Tensor | None
+        self,
+        project: Projections,
+        x: Tensor,
+        keys: Tensor,
+        key_mask: Tensor | None,
+        seed: Tensor | None,
+        packing: Packing | None,
     ) -> tuple[Tensor, Tensor]:
         """The weights from the definition, (B, H, n, m), and the output they give, (B, n, H·d)."""
         mechanism = self.attention
@@ -122,7 +190,16 @@ class AttentionLayer(nn.Module):
                 "leave output_attentions out"
             )
         q, k, v = project.together(x, keys, keys)  # (B, H, n, d)
-        weights = mechanism.differentiable_weights(q, k, key_mask, seed)  # (B, H, n, m)
+        if packing is None:
+            weights = mechanism.differentiable_weights(q, k, key_mask, seed)  # (B, H, n, m)
+        else:
+            apart = [
+                mechanism.differentiable_weights(
+                    *(bucket.rows(part.transpose(1, 2)).transpose(1, 2) for part in (q, k)), bucket.mask, seed
+                )
+                for bucket in packing.buckets
+            ]
+            weights = packing.join_weights(apart)
         dropped = F.dropout(weights, mechanism.options.dropout, training=self.training)
         y = dropped.to(v.dtype) @ repeat_heads(v, q.shape[1])
         return weights, y.transpose(1, 2).flatten(2)

@@ -9,15 +9,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from subquad.attention.base import Attention
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_positions
+from subquad.models.cache import SubquadCache, lengths_of, with_state_layers
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import of_today, read_old, renew
 from subquad.models.outputs import BackboneOutput, BlockOutput, collect
+from subquad.packing import packing_of, sequence_positions
 
 STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two layers
 
@@ -102,16 +104,34 @@ class Stack(SubquadPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_records: bool | None = None,
         cross: tuple[Tensor | None, ...] = (),
+        cu_seqlens: Tensor | None = None,
+        cache: DynamicCache | None = None,
+        cross_cache: EncoderDecoderCache | None = None,
     ) -> BackboneOutput:
-        """All blocks. `cross`: what the blocks of a decoder take beside, the encoder's states and their mask."""
+        """All blocks. `cross`: what the blocks of a decoder take beside, the encoder's states and their mask. With
+        `cache` the tokens follow those that it has.
+        """
         wanted = self._wanted(output_attentions, output_hidden_states, output_records)
         x = self._inputs(ids, embeds)
-        positions = place(x, mask, position_ids)  # (B or 1, n)
-        key_mask, angles = real_tokens(mask), rotary_angles(self.config, positions)
+        if cache is None:
+            key_mask, positions = real_tokens(mask), place(x, mask, position_ids, cu_seqlens)  # (B or 1, n)
+        else:
+            key_mask, positions = self._after(cache, x, mask, position_ids, cu_seqlens)
+        packing = packing_of((x.shape[0], x.shape[1]), key_mask, position_ids, cu_seqlens, pad_left=cache is not None)
+        if cache is None:
+            self._check_length(x.shape[1] if packing is None else packing.longest)
+        elif packing is not None and packing.slots is not None:
+            raise ValueError("position_ids: they restart at 0, a packed batch, which a cache cannot hold")
+        angles = rotary_angles(self.config, positions)
         x = self.embeddings(x, positions, token_type_ids)  # (B, n, D)
         states, outputs = [x], []
         for index, block in enumerate(self.blocks):
             options = {"seed": self._seed(index), "want_weights": wanted[0], "want_record": wanted[2]}
+            options["packing"] = packing
+            if cache is not None:
+                options["state"] = cache.layers[index]
+            if cross_cache is not None:
+                options["cross_cache"] = (cross_cache, index)
             output = BlockOutput(*block(x, key_mask, angles, *cross, **options))
             x = output.states
             states.append(x)
@@ -120,11 +140,63 @@ class Stack(SubquadPreTrainedModel):
         weights = tuple(output.weights for output in outputs), tuple(output.cross_weights for output in outputs)
         return BackboneOutput(
             last_hidden_state=x,
+            past_key_values=cache if cross_cache is None else cross_cache,
             hidden_states=tuple(states) if wanted[1] else None,
             attentions=weights[0] if wanted[0] else None,
             cross_attentions=weights[1] if wanted[0] and cross else None,
             **collect(outputs),
         )
+
+    def _after(
+        self,
+        cache: DynamicCache,
+        x: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Which of the new tokens are real, and their positions: each row goes on from its own length."""
+        past, t, lengths = cache.get_seq_length(), x.shape[1], lengths_of(cache)
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens: a packed batch cannot be put into a cache; pass use_cache=False")
+        if self.gradient_checkpointing and self.training:
+            raise ValueError("use_cache: gradient checkpointing computes layers twice; pass use_cache=False")
+        if lengths is not None and len(lengths) != len(x):
+            raise ValueError(f"past_key_values has batch size {len(lengths)}, the new tokens have {len(x)}")
+        if mask is not None and mask.dim() == 2 and mask.shape[1] != past + t:
+            raise ValueError(
+                f"attention_mask must have {past + t} columns, {past} cached and {t} new, not {mask.shape[1]}"
+            )
+        key_mask = None if mask is None else real_tokens(mask[:, past:])
+        if key_mask is not None and lengths is not None and bool(((lengths > 0) & ~key_mask.all(1)).any()):
+            raise ValueError(
+                "attention_mask: new tokens of a row that has begun must be real ones; pad prompts on the left"
+            )
+        if position_ids is None and mask is None and lengths is not None:
+            positions = lengths[:, None] + torch.arange(t, device=x.device)  # (B, t)
+        else:
+            positions = place(x if mask is None else mask, mask, position_ids)[:, -t:]
+        if past + t > self.config.max_position_embeddings:
+            self._check_length(int(positions.max()) + 1)
+        return key_mask, positions
+
+    def streams(self) -> str | None:
+        """None if every layer can go on from a cache, else the name of a mechanism that cannot."""
+        for block in self.blocks:
+            mechanism = block.attention.attention
+            if not mechanism.capabilities.streaming or not mechanism.options.causal or mechanism.open_size:
+                return mechanism.name
+        return None
+
+    def opened(self, past_key_values: Any, use_cache: bool | None) -> DynamicCache | None:
+        """The cache of a call: the one that was given, a new one where it is asked for, else None."""
+        if past_key_values is None and not use_cache:
+            return None
+        unable = self.streams()
+        if unable is not None:
+            raise ValueError(f"use_cache: {unable} cannot go on from a cache in this model; pass use_cache=False")
+        layers = len(self.blocks)
+        return SubquadCache(layers) if past_key_values is None else with_state_layers(past_key_values, layers)
 
     def _wanted(self, attentions: bool | None, states: bool | None, records: bool | None) -> tuple[bool, bool, bool]:
         """What a call asks for; what it leaves open the configuration says, and records are for training."""
@@ -144,16 +216,19 @@ class Stack(SubquadPreTrainedModel):
         name = "decoder_input" if self.first_layer else "input"
         if (ids is None) == (embeds is None):
             raise ValueError(f"give {name}_ids or {name}s_embeds, one of the two")
-        x = ids if ids is not None else embeds
-        longest = self.config.max_position_embeddings
-        if x.shape[1] > longest:
-            raise ValueError(f"{name}_ids has length {x.shape[1]}, beyond max_position_embeddings={longest}")
-        return x
+        return ids if ids is not None else embeds
+
+    def _check_length(self, length: int) -> None:
+        name, longest = "decoder_input" if self.first_layer else "input", self.config.max_position_embeddings
+        if length > longest:
+            raise ValueError(f"{name}_ids has length {length}, beyond max_position_embeddings={longest}")
 
 
 class SubquadModel(Stack):
     """The backbone: ids (B, n) → hidden states (B, n, D).
 
+    A packed batch is several sequences one after another in a row: `position_ids` that restart at 0, or `cu_seqlens`
+    (S + 1,) for a batch of one row. No sequence sees another, and each gives what it gives alone.
     `output_records=True` returns what the mechanisms have to say of this call: density, auxiliary loss, statistics;
     by default (None) they are returned in training.
     """
@@ -173,10 +248,15 @@ class SubquadModel(Stack):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         output_records: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
     ) -> BackboneOutput:
+        """`use_cache=True` returns `past_key_values`, from which a causal model goes on when it is given them."""
         return self.run(
             input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids,
-            output_attentions, output_hidden_states, output_records,
+            output_attentions, output_hidden_states, output_records, cu_seqlens=cu_seqlens,
+            cache=self.opened(past_key_values, use_cache),
         )  # fmt: skip
 
 
@@ -190,10 +270,14 @@ def with_keys(config: SubquadConfig, **keys: Any) -> SubquadConfig:
     return config
 
 
-def place(x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
-    """Positions count real tokens, so that left padding moves nothing: (B, n), or (1, n) without a mask."""
+def place(
+    x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Positions count the real tokens of a sequence, so that padding moves nothing: (B, n), (1, n) without a mask."""
     if position_ids is not None:
         return position_ids
+    if cu_seqlens is not None:
+        return sequence_positions(cu_seqlens, attention_mask, x.shape[1])
     if attention_mask is None:
         return torch.arange(x.shape[1], device=x.device)[None]
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)

@@ -9,14 +9,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import Cache
 from transformers.utils import can_return_tuple
 
 from subquad.models.config import SubquadConfig
-from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel, with_keys
+from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
+from subquad.models.generation import CachedGenerationMixin
 from subquad.models.loading import BIAS, OLD_BIAS
-from subquad.models.losses import average, binary_cross_entropy, cross_entropy, squared_error
+from subquad.models.losses import IGNORED, average, binary_cross_entropy, cross_entropy, squared_error
 from subquad.models.outputs import BackboneOutput, Scores
+from subquad.packing import Packing, packing_of
 
 TIED = {"lm_head.weight": "encoder.embeddings.tokens.weight"}
 
@@ -44,13 +46,15 @@ class Head(SubquadPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_records: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Scores:
         """`num_items_in_batch`: the labels of all batches that one optimizer step accumulates, from Trainer."""
         backbone = self.encoder(
             input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds,
-            output_attentions, output_hidden_states, output_records, return_dict=True,
+            output_attentions, output_hidden_states, output_records, cu_seqlens, return_dict=True,
         )  # fmt: skip
-        logits = self.score(backbone.last_hidden_state, attention_mask)
+        states = backbone.last_hidden_state
+        logits = self.score(states, attention_mask, sequences(states, attention_mask, position_ids, cu_seqlens))
         return self.scored(backbone, logits, labels, num_items_in_batch)
 
     def scored(
@@ -63,6 +67,7 @@ class Head(SubquadPreTrainedModel):
         return Scores(
             loss=loss,
             logits=logits,
+            past_key_values=backbone.past_key_values,
             hidden_states=backbone.hidden_states,
             attentions=backbone.attentions,
             density=backbone.density,
@@ -70,7 +75,7 @@ class Head(SubquadPreTrainedModel):
             statistics=backbone.statistics,
         )
 
-    def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def score(self, states: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
         raise NotImplementedError
 
     def loss_terms(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,43 +90,8 @@ def with_auxiliary(model: Any, loss: Tensor, auxiliary: Tensor | None, share: Te
     return loss + model.config.density_weight * share * auxiliary.to(loss)
 
 
-class UncachedGenerationMixin(GenerationMixin):
-    """`generate` runs the whole sequence at every step: right for every mechanism, if slow."""
-
-    config: SubquadConfig
-    get_input_embeddings: Any
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        if past_key_values is not None:
-            raise ValueError("past_key_values: these models generate without a cache; leave it out")
-        if inputs_embeds is not None and not is_first_iteration and not self.config.is_encoder_decoder:
-            new = kwargs["position_ids"].shape[1] - inputs_embeds.shape[1]  # tokens after the prompt
-            embedded = self.get_input_embeddings()(input_ids[:, -new:])
-            inputs_embeds, is_first_iteration = torch.cat([inputs_embeds, embedded.to(inputs_embeds)], 1), True
-        return super().prepare_inputs_for_generation(
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-
-
-class SubquadForCausalLM(Head, UncachedGenerationMixin):
-    """Predicts the next token. Labels are the input ids; the shift happens here. `generate` runs without a cache."""
+class SubquadForCausalLM(Head, CachedGenerationMixin):
+    """Predicts the next token. Labels are the input ids; the shift happens here."""
 
     causal = True
     _tied_weights_keys: ClassVar[dict[str, str]] = TIED
@@ -147,17 +117,25 @@ class SubquadForCausalLM(Head, UncachedGenerationMixin):
         shift_labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        past_key_values: Cache | None = None,
     ) -> Scores:
         """`shift_labels` are labels that have been shifted already. `logits_to_keep`: only the last so many logits, or
-        those at the places of a tensor; 0 is all. `use_cache` changes nothing: there is no cache.
+        those at the places of a tensor; 0 is all. `use_cache=True` returns `past_key_values`; given them, the model
+        reads only what is new, with an `attention_mask` for everything.
         """
         backbone = self.encoder(
             input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds,
-            output_attentions, output_hidden_states, output_records, return_dict=True,
+            output_attentions, output_hidden_states, output_records, cu_seqlens, past_key_values, use_cache,
+            return_dict=True,
         )  # fmt: skip
         keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and shift_labels is None:
-            shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            packing = sequences(backbone.last_hidden_state, attention_mask, position_ids, cu_seqlens)
+            if packing is not None:  # the last token of a sequence does not predict the first one of the next
+                first = packing.slots[packing.starts]
+                labels = labels.flatten().index_fill(0, first.to(labels.device), IGNORED).view_as(labels)
+            shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if shift_labels is not None and not keep_all:
             raise ValueError("logits_to_keep: the loss needs all logits; leave it out, or the labels")
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -177,7 +155,7 @@ class SubquadForMaskedLM(Head):
         self.lm_head = nn.Linear(width, config.vocab_size)
         self.post_init()
 
-    def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def score(self, states: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
         return self.lm_head(self.transform(states))  # (B, n, V)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
@@ -195,19 +173,25 @@ class SubquadForTokenClassification(Head):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def score(self, states: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
         return self.classifier(self.dropout(states))  # (B, n, labels)
 
 
 class SubquadForSequenceClassification(SubquadForTokenClassification):
-    """One answer per sequence, from the mean of the real tokens or from the first one.
+    """One answer per sequence, from the mean of the real tokens or from the first one. A packed batch has as many
+    answers as sequences, in their order.
 
     The loss follows `config.problem_type`; without it one label is a regression, integer labels are classes and
     floating-point labels (B, num_labels) are several answers at once, each 0 or 1.
     """
 
-    def score(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        return self.classifier(self.dropout(pool(states, attention_mask, self.config.pooling)))  # (B, labels)
+    def score(self, states: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
+        return self.classifier(self.dropout(self._pooled(states, attention_mask, packing)))  # (B, labels)
+
+    def _pooled(self, states: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
+        if packing is None:
+            return pool(states, attention_mask, self.config.pooling)  # (B, D)
+        return pool_packed(states, packing, self.config.pooling)  # (sequences, D)
 
     def loss_terms(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         kind = self.config.problem_type
@@ -227,3 +211,24 @@ def pool(states: Tensor, attention_mask: Tensor | None, how: str) -> Tensor:
         return states[torch.arange(states.shape[0], device=states.device), first]
     share = attention_mask.to(states.dtype)[..., None]  # (B, n, 1)
     return (states * share).sum(1) / share.sum(1).clamp(min=1)
+
+
+def sequences(
+    states: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+) -> Packing | None:
+    """The sequences of a packed batch; None where a row is one."""
+    if position_ids is None and cu_seqlens is None:
+        return None
+    packing = packing_of((states.shape[0], states.shape[1]), real_tokens(attention_mask), position_ids, cu_seqlens)
+    return None if packing is None or packing.slots is None else packing
+
+
+def pool_packed(states: Tensor, packing: Packing, how: str) -> Tensor:
+    """(B, n, D) → (S, D): the first token of every sequence, or the mean of its tokens."""
+    tokens = states.flatten(0, 1)[packing.slots]  # (T, D)
+    if how == "cls":
+        return tokens[packing.starts]
+    ends = torch.cat([packing.starts[1:], packing.starts.new_tensor([len(tokens)])])
+    lengths = ends - packing.starts  # (S,)
+    own = torch.arange(len(lengths), device=states.device).repeat_interleave(lengths)  # (T,)
+    return states.new_zeros(len(lengths), states.shape[-1]).index_add(0, own, tokens) / lengths[:, None]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Cache
 from transformers.utils import ModelOutput
 
 from subquad.models.attention import Record
@@ -29,6 +30,7 @@ class BackboneOutput(ModelOutput):
     """`density` (layers, heads), the mean `auxiliary_loss` and `statistics` per layer, of the layers that have any."""
 
     last_hidden_state: Tensor | None = None
+    past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
@@ -43,6 +45,7 @@ class Scores(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+    past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     density: Tensor | None = None
@@ -56,6 +59,7 @@ class Seq2SeqScores(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+    past_key_values: Cache | None = None
     decoder_hidden_states: tuple[Tensor, ...] | None = None
     decoder_attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None

@@ -9,13 +9,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.utils import can_return_tuple
 
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block
+from subquad.models.cache import SubquadCache, split
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import Stack, SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
-from subquad.models.heads import UncachedGenerationMixin, with_auxiliary
+from subquad.models.generation import CachedGenerationMixin
+from subquad.models.heads import with_auxiliary
 from subquad.models.losses import IGNORED, average, cross_entropy
 from subquad.models.outputs import BackboneOutput, BlockOutput, Seq2SeqScores
 
@@ -37,13 +40,18 @@ class DecoderBlock(Block):
         angles: Tensor | None,
         context: Tensor,
         real: Tensor | None,
+        cross_cache: tuple[EncoderDecoderCache, int] | None = None,
         **options: Any,
     ) -> BlockOutput:
-        """`context`: the encoder's states (B, m, D), `real` (B, m) which of them are no padding."""
+        """`context`: the encoder's states (B, m, D), `real` (B, m) which of them are no padding; `cross_cache` keeps
+        the keys and values that are made of them.
+        """
         y, record, weights = self.attention(self.before(self.norms[0], x), key_mask, angles, **options)
         x = self.after(self.norms[0], x, y)
         want = options.get("want_weights", False)
-        y, _, cross = self.cross(self.before(self.cross_norm, x), real, context=context, want_weights=want)
+        y, _, cross = self.cross(
+            self.before(self.cross_norm, x), real, context=context, want_weights=want, cross=cross_cache
+        )
         x = self.after(self.cross_norm, x, y)
         x = self.after(self.norms[1], x, self.feedforward(self.before(self.norms[1], x)))
         return BlockOutput(x, weights, cross, *record[:3])
@@ -67,14 +75,20 @@ class Decoder(Stack):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         output_records: bool | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
     ) -> BackboneOutput:
+        if past_key_values is None and use_cache:
+            past_key_values = EncoderDecoderCache(SubquadCache(len(self.blocks)), DynamicCache())
+        own, across = split(past_key_values)
         return self.run(
             input_ids, inputs_embeds, attention_mask, None, None, output_attentions, output_hidden_states,
             output_records, cross=(encoder_hidden_states, real_tokens(encoder_attention_mask)),
+            cache=self.opened(own, use_cache), cross_cache=across,
         )  # fmt: skip
 
 
-class SubquadForConditionalGeneration(SubquadPreTrainedModel, UncachedGenerationMixin):
+class SubquadForConditionalGeneration(SubquadPreTrainedModel, CachedGenerationMixin):
     """Translates: input_ids (B, n) and labels (B, m), -100 = padding. The decoder reads the labels, shifted by one."""
 
     main_input_name = "input_ids"
@@ -113,8 +127,11 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, UncachedGeneration
         output_records: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
     ) -> Seq2SeqScores:
-        """Without decoder_input_ids the decoder reads the labels. `use_cache` changes nothing: there is no cache."""
+        """Without decoder_input_ids the decoder reads the labels. `use_cache=True` returns `past_key_values`, an
+        EncoderDecoderCache; given it, the decoder reads only what is new.
+        """
         wanted = {
             "output_attentions": output_attentions,
             "output_hidden_states": output_hidden_states,
@@ -135,6 +152,8 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, UncachedGeneration
             source.last_hidden_state,
             attention_mask,
             decoder_inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
             **wanted,
         )
         logits = self.lm_head(target.last_hidden_state)  # (B, m, V)
@@ -147,6 +166,7 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, UncachedGeneration
         return Seq2SeqScores(
             loss=loss,
             logits=logits,
+            past_key_values=target.past_key_values,
             decoder_hidden_states=target.hidden_states,
             decoder_attentions=target.attentions,
             cross_attentions=target.cross_attentions,

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from subquad.core.options import option
 from subquad.data import subwords
 from subquad.data.corpus import Corpus, Document, signature, tokenised
-from subquad.data.datasets import Windows
+from subquad.data.datasets import PackedDocuments, Windows
 from subquad.data.files import Source, decoded, members, read_lines
 from subquad.data.subwords import cached_tokenizer
 from subquad.tasks.base import Example, Splits
@@ -60,6 +60,7 @@ class BooksRecipe(Recipe):
     path: str | None = option(None, "the folder of source=folder")
     subwords: int = option(32_000, "tokens in the vocabulary", ge=256 + len(SPECIALS))
     stride: int | None = option(None, "step of the windows of an evaluation; None = length - 1, no overlap", ge=1)
+    pack: bool = option(False, "fill windows with whole documents that do not see each other, in place of a stride")
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,10 @@ class Books(TokenizedTask):
             self.tokenizer = cached_tokenizer(sample(parts[0].documents()), r.subwords, SPECIALS)
         found = [tokenised(part.source, part.documents, self.tokenizer, (BEGIN, END)) for part in parts]
         self.test = found[2]
+        if r.pack:
+            sizes = (r.train_size, r.eval_size, r.eval_size)
+            return Splits(*(PackedDocuments(part.tokens, part.bounds, r.length, size, spread=True)
+                            for part, size in zip(found, sizes, strict=True)))  # fmt: skip
         step = r.stride or r.length - 1
         return Splits(
             DocumentWindows(found[0], r.length, r.length - 1, r.train_size),

@@ -22,7 +22,7 @@ from subquad.data.cache import mapped, pieces
 from subquad.data.datasets import split_90_5_5
 from subquad.data.files import OPENERS, Source, members
 from subquad.tasks.base import Example
-from subquad.tasks.language import Language, LanguageRecipe, Texts
+from subquad.tasks.language import Language, LanguageRecipe, Texts, after
 
 ENWIK8 = Source("enwik8", "enwik8.zip, packed or unpacked to enwik8", "http://mattmahoney.net/dc/textdata.html")
 PG19 = Source(
@@ -80,6 +80,11 @@ class Bytes(Language):
             return split_90_5_5(mapped(path, books))
         valid, test = (PG19.find(self.data, part) for part in ("validation", "test"))
         return mapped(path, books), mapped(valid, books), mapped(test, books)
+
+    def bounds(self, text: np.ndarray) -> np.ndarray:
+        """A document ends with a blank line: a speech, a paragraph."""
+        newline = text == ord("\n")
+        return after(np.flatnonzero(newline[1:] & newline[:-1]) + 1, text)
 
     def vocabulary(self) -> dict[str, Any]:
         return {"vocab_size": 256}

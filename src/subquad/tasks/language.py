@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from subquad.core.options import option
-from subquad.data.datasets import Windows
+from subquad.data.datasets import PackedDocuments, Windows
 from subquad.tasks.base import Splits, Task
 from subquad.tasks.recipe import Recipe
 
@@ -20,10 +20,13 @@ class LanguageRecipe(Recipe):
 
     path: str | None = option(None, "the text file of source=file")
     stride: int | None = option(None, "step of the windows of an evaluation; None = length, no overlap", ge=1)
+    pack: bool = option(False, "fill windows with whole documents that do not see each other, in place of a stride")
 
 
 class Language(Task):
-    """A causal language model over long texts. A kind of token writes `texts`, `vocabulary`, `encode`, `decode`."""
+    """A causal language model over long texts. A kind of token writes `texts`, `bounds`, `vocabulary`, `encode`,
+    `decode`.
+    """
 
     head = "causal-lm"
     larger_is_better = False
@@ -37,6 +40,11 @@ class Language(Task):
         for part, text in zip(("training", "validation", "test"), (train, valid, test), strict=True):
             if len(text) < 2:
                 raise ValueError(f"{self.name}: the {part} text has {len(text)} tokens, and needs 2 at least")
+        if r.pack:
+            parts = [PackedDocuments(text, self.bounds(text), r.length, size)
+                     for text, size in ((train, r.train_size), (valid, r.eval_size), (test, r.eval_size))]  # fmt: skip
+            self.test = test[: parts[2].cuts[len(parts[2])]]
+            return Splits(*parts)
         self.test = first(test, r.length, r.stride or r.length, r.eval_size)
         return Splits(
             Windows(first(train, r.length, r.length, r.train_size), r.length),
@@ -48,6 +56,10 @@ class Language(Task):
         """Read the data."""
         raise NotImplementedError
 
+    def bounds(self, text: np.ndarray) -> np.ndarray:
+        """Where the documents of a text begin, and its end, (D + 1,)."""
+        raise NotImplementedError
+
     def baselines(self) -> dict[str, float]:
         """Bits per token of the test text under its own unigram and bigram statistics (after `load`)."""
         unigram, bigram = entropies(self.test)
@@ -57,6 +69,11 @@ class Language(Task):
 def first(text: np.ndarray, length: int, stride: int, windows: int | None) -> np.ndarray:
     """The part of a text that its first windows cover."""
     return text if windows is None else text[: length + (windows - 1) * stride]
+
+
+def after(ends: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """Bounds of documents (D + 1,) from the places of their last tokens."""
+    return np.unique(np.concatenate([[0], ends + 1, [len(text)]]))
 
 
 def entropies(tokens: np.ndarray) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from subquad.core.options import option
 from subquad.data.datasets import split_90_5_5
 from subquad.data.files import Source, decoded, members, read_lines
 from subquad.tasks.base import Example
-from subquad.tasks.language import Language, LanguageRecipe, Texts
+from subquad.tasks.language import Language, LanguageRecipe, Texts, after
 
 UNKNOWN, END = "<unk>", "<eos>"
 SAVED = "vocabulary.txt"  # beside a trained model, one word a line
@@ -88,6 +88,10 @@ class Words(Language):
         self._use([UNKNOWN, END, *frequent])
         train, valid, test = (np.fromiter(map(self._id, chain.from_iterable(part)), np.int32) for part in parts)
         return train, valid, test
+
+    def bounds(self, text: np.ndarray) -> np.ndarray:
+        """A document is a line, which ends in <eos>: a sentence of the Penn Treebank, a paragraph of WikiText."""
+        return after(np.flatnonzero(text == self.ids[END]), text)
 
     def _use(self, words: list[str]) -> None:
         self.words, self.ids = words, {word: number for number, word in enumerate(words)}

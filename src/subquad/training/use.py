@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from subquad.tasks.base import Task
 from subquad.training import checkpoints, log
 from subquad.training.callbacks import no_progress_bars
 from subquad.training.trainer import evaluation_seed
+
+UNFINISHED = "\ufffd"  # what decoders show of a character whose last bytes are still to come
 
 
 def load(folder: Path, data: Path | None = None) -> tuple[Any, Task]:
@@ -105,36 +107,81 @@ def evaluate(model: Any, task: Task, part: str = "test", batch: int | None = Non
     return {**task.measure(torch.cat(statistics).numpy()), **task.finish(model, dataset)}
 
 
-def predict(model: Any, task: Task, lines: Iterable[str]) -> Iterator[str]:
-    """An answer for each line; an empty line has an empty answer, a line that cannot be read is named."""
+def predict(
+    model: Any, task: Task, lines: Iterable[str | bytes], report: Callable[[str], Any] | None = None
+) -> Iterator[str]:
+    """An answer for each line (as text, or as UTF-8); an empty line has an empty answer.
+
+    A line that cannot be read is an error that names it. With `report` the error goes there, its answer is empty, and
+    the next line is read.
+    """
     for number, line in enumerate(lines, 1):
         try:
-            yield task.reply(model, line) if line.strip() else ""
+            text = line if isinstance(line, str) else utf8(line, first=number == 1)
+            answer = task.reply(model, text) if text.strip() else ""
         except ValueError as error:
-            raise ValueError(f"line {number}: {error}") from error
+            if report is None:
+                raise ValueError(f"line {number}: {error}") from error
+            report(f"line {number}: {error}")
+            answer = ""
+        yield answer
+
+
+def utf8(line: bytes, *, first: bool) -> str:
+    try:
+        return line.decode("utf-8-sig" if first else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason})") from None
 
 
 def generate(model: Any, task: Task, prompt: str, tokens: int, temperature: float, seed: int) -> str:
-    """The prompt and what the model writes after it; beyond its length it sees the newest tokens only."""
+    """The prompt and what the model writes after it."""
+    return "".join(write(model, task, prompt, tokens, temperature, seed))
+
+
+def write(model: Any, task: Task, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
+    """The prompt, then a piece of text for each token, as it comes. A piece may be empty: a character can take several
+    tokens.
+    """
     if task.head != "causal-lm":
         raise ValueError(f"generate needs a causal language model; {task.name} trains a {task.head} head")
     if not prompt:
         raise ValueError("--prompt is empty: give the model at least one character to continue")
     set_seed(seed)
     ids = task.encode(prompt)["input_ids"][None]  # (1, n)
-    longest = model.config.max_position_embeddings
-    ends = model.config.eos_token_id
+    shown = task.decode(ids[0].tolist())
+    yield shown
+    text = shown
+    for longer in continued(model, ids, tokens, temperature):
+        text = task.decode(longer[0].tolist())
+        if not text.endswith(UNFINISHED):
+            yield text.removeprefix(shown)
+            shown = text
+        else:
+            yield ""
+    yield text.removeprefix(shown)
+
+
+@torch.no_grad()
+def continued(model: Any, ids: torch.Tensor, tokens: int, temperature: float) -> Iterator[torch.Tensor]:
+    """The tokens (1, n) with one more at a time. Each is read once, from a cache; beyond its length a model sees the
+    newest tokens only, and reads them all at every step.
+    """
+    longest, ends = model.config.max_position_embeddings, model.config.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    with torch.no_grad():
-        for _ in range(tokens):
-            logits = model(ids[:, -longest:]).logits[:, -1].float()  # (1, V)
-            token = (
-                logits.argmax(-1, keepdim=True) if temperature == 0 else sample((logits - logits.max()) / temperature)
-            )
-            ids = torch.cat([ids, token], 1)
-            if token.item() in ends:
-                break
-    return task.decode(ids[0].tolist())
+    streams, cache, new = model.encoder.streams() is None, None, ids[:, -longest:]
+    for _ in range(tokens):
+        if streams and ids.shape[1] <= longest:
+            output = model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+        else:
+            output = model(ids[:, -longest:], logits_to_keep=1)
+        logits = output.logits[:, -1].float()  # (1, V)
+        new = logits.argmax(-1, keepdim=True) if temperature == 0 else sample((logits - logits.max()) / temperature)
+        ids = torch.cat([ids, new], 1)
+        yield ids
+        if new.item() in ends:
+            break
 
 
 def sample(logits: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,167 @@
+"""What a decoder keeps between calls: transformers' `Cache`, whose layers hold the states of our mechanisms.
+
+    output = model(prompt, use_cache=True)
+    output = model(next_tokens, past_key_values=output.past_key_values)
+
+A layer has no keys and values to show: its mechanism keeps what a later token can ask for, which is less (see
+`subquad.attention.states`). Everything `generate` does with a cache is here: reorder rows for beams, take tokens back
+for assisted decoding, repeat and select rows, move to another device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import CacheLayerMixin
+
+from subquad.attention.base import Attention
+from subquad.attention.states import State
+from subquad.attention.states.state import ROLLBACK
+
+RECORDING = 512  # tokens that can be taken back where transformers announces that it will
+
+
+class StateLayer(CacheLayerMixin):
+    """The state of one layer's mechanism, and the number of slots it has seen, padding included."""
+
+    is_croppable = True
+    supports_early_init = False
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: State | None = None
+        self.slots, self.rollback = 0, ROLLBACK
+
+    def __repr__(self) -> str:
+        return f"StateLayer(slots={self.slots}, nbytes={0 if self.state is None else self.state.nbytes})"
+
+    def extend(self, mechanism: Attention, x: Tensor, project: Any, key_mask: Tensor | None, seed: Any) -> Tensor:
+        """Heads side by side (B, t, H·d) for new tokens (B, t, D), which the state has from now on."""
+        if self.state is None:
+            self.state = mechanism.start(
+                len(x), device=x.device, dtype=computed_in(x), seed=seed, rollback=self.rollback
+            )
+            self.is_initialized, self.device, self.dtype = True, x.device, self.state.dtype
+        y, self.state = mechanism.extend_tokens(x, project, self.state, key_mask)
+        self.slots += x.shape[1]
+        return y
+
+    @property
+    def batch_size(self) -> int:
+        if self.state is None:
+            raise AttributeError("batch_size is not known before the first tokens")
+        return self.state.batch_size
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise TypeError("a StateLayer holds the state of a mechanism, not keys and values")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a StateLayer holds the state of a mechanism, not keys and values: call the model with it")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.slots
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _set(self, state: State | None) -> None:
+        self.state = state
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._set(None if self.state is None else self.state.reorder(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._set(None if self.state is None else self.state.repeat(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            chosen = torch.arange(self.state.batch_size, device=self.state.device)[indices.to(self.state.device)]
+            self._set(self.state.reorder(chosen))
+
+    def activate_past_recording(self) -> None:
+        """transformers will take tokens back: keep more of them."""
+        self.rollback = max(self.rollback, RECORDING)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove slots, as if they had never been."""
+        if tokens_to_remove > 0 or -tokens_to_remove > self.slots:
+            raise ValueError(
+                f"tokens_to_remove must be 0 or minus a number of tokens, down to -{self.slots}, not {tokens_to_remove}"
+            )
+        if tokens_to_remove and self.state is not None:
+            # what is removed beyond a row's own tokens was padding in front of them
+            self._set(self.state.crop((self.state.length + tokens_to_remove).clamp(min=0)))
+            self.slots += tokens_to_remove
+
+    def reset(self) -> None:
+        self.state, self.slots, self.is_initialized = None, 0, False
+
+    def offload(self) -> None:
+        self._set(None if self.state is None else self.state.to("cpu"))
+
+    def prefetch(self) -> None:
+        self._set(None if self.state is None else self.state.to(self.device))
+
+
+class SubquadCache(DynamicCache):
+    """A `StateLayer` for each of `num_layers` layers."""
+
+    layers: list[StateLayer]
+
+    def __init__(self, num_layers: int) -> None:
+        Cache.__init__(self, layers=[StateLayer() for _ in range(num_layers)])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
+
+    @property
+    def lengths(self) -> Tensor | None:
+        return lengths_of(self)
+
+
+def lengths_of(cache: DynamicCache) -> Tensor | None:
+    """Positions of each row, counted from its first real token, (B,); None before the first tokens."""
+    state = cache.layers[0].state
+    return None if state is None else state.length
+
+
+def with_state_layers(cache: Any, num_layers: int) -> DynamicCache:
+    """The cache that a caller gave. One of transformers' own that is still empty is given our layers."""
+    if not isinstance(cache, Cache):
+        raise TypeError(f"past_key_values must be a transformers Cache, not {type(cache).__name__}")
+    if not isinstance(cache, DynamicCache) or cache.offloading:
+        raise TypeError(
+            f"past_key_values: these models keep states of their own; give a SubquadCache or an empty DynamicCache, "
+            f"not a {type(cache).__name__}{' that offloads' if isinstance(cache, DynamicCache) else ''}"
+        )
+    if not all(isinstance(layer, StateLayer) for layer in cache.layers) or not cache.layers:
+        if cache.get_seq_length():
+            raise ValueError("past_key_values holds keys and values, from another model: its states are needed here")
+        cache.layers = [StateLayer() for _ in range(num_layers)]
+        cache.layer_class_to_replicate = None
+    if len(cache.layers) != num_layers:
+        raise ValueError(f"past_key_values has {len(cache.layers)} layers, the model has {num_layers}")
+    return cache
+
+
+def split(cache: Any) -> tuple[Any, EncoderDecoderCache | None]:
+    """The cache of a decoder's self-attention, and the whole, which has that of its attention to the encoder."""
+    if cache is None:
+        return None, None
+    if not isinstance(cache, EncoderDecoderCache):
+        raise TypeError(f"past_key_values must be an EncoderDecoderCache, not {type(cache).__name__}")
+    return cache.self_attention_cache, cache
+
+
+def computed_in(x: Tensor) -> torch.dtype:
+    """The dtype of a projection of x: autocast has its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

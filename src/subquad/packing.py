@@ -1,0 +1,216 @@
+"""Packed batches: several sequences one after another in one row of slots, none of which sees another.
+
+    cu_seqlens = [0, 5, 12]                       two sequences, of 5 and of 7 tokens, in a row of 12
+    position_ids = [0 1 2 3 4 0 1 2 3 4 5 6]      the same, said by positions that restart at 0
+
+Everything that looks at one token at a time (embeddings, norms, feed-forward) works on the slots as they are. Attention
+takes the sequences apart: each becomes a row of a batch of its own, which is what it would be without packing, so the
+two agree by construction. Rows of about the same length share a call, and the slots that fill them up stay few: the
+time follows the real tokens. The same machinery closes the gaps of rows with padding between their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.attention.base import Attention, Record
+
+SPARE = 256  # slots that may be filled up in a call before another call is cheaper
+SHARE = 16  # and 1 / SHARE of the tokens of the call
+
+
+class Bucket(NamedTuple):
+    """Sequences that share a call, each from slot 0 of a row on."""
+
+    index: Tensor  # int64 (R, m): which of all the slots stands here; behind the end of a sequence any of its row
+    mask: Tensor | None  # bool (R, m): what is within a row; None = everything
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(B, n, …) → (R, m, …)."""
+        return x.flatten(0, 1).index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
+
+class Packing(NamedTuple):
+    """Where the sequences of a batch of slots (B, n) are."""
+
+    buckets: tuple[Bucket, ...]
+    back: Tensor  # int64 (B·n,): the place of each slot in the rows of all buckets; behind them all where it has none
+    shape: tuple[int, int]  # (B, n)
+    slots: Tensor | None = None  # int64 (T,): the slots of all sequences, one after another; None: a row is a sequence
+    starts: Tensor | None = None  # int64 (S,): which of them a sequence begins with
+
+    @property
+    def longest(self) -> int:
+        return max(bucket.index.shape[1] for bucket in self.buckets)
+
+    def join(self, rows: Sequence[Tensor]) -> Tensor:
+        """What the buckets give, (R, m, D) each, in the order of the slots: (B, n, D); 0 where a slot has no place."""
+        tokens = [x.flatten(0, 1) for x in rows]
+        return torch.cat([*tokens, tokens[0].new_zeros(1, tokens[0].shape[1])])[self.back].unflatten(0, self.shape)
+
+    def join_weights(self, rows: Sequence[Tensor]) -> Tensor:
+        """Weights (R, H, m, m) of every bucket as one matrix (B, H, n, n) with a block for each sequence."""
+        (batch, n), heads = self.shape, rows[0].shape[1]
+        weights = rows[0].new_zeros(batch, n, n, heads)
+        for (index, mask), x in zip(self.buckets, rows, strict=True):
+            row, slot = index[:, :1, None] // n, index % n
+            if mask is not None:
+                x = x * (mask[:, None, :, None] & mask[:, None, None])
+            places = (row, slot[:, :, None], slot[:, None])  # (R, m, m) together
+            weights = weights.index_put(places, x.permute(0, 2, 3, 1), accumulate=True)
+        return weights.permute(0, 3, 1, 2)
+
+
+def packing_of(
+    shape: tuple[int, int],
+    key_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    sharing: str = "near",
+    pad_left: bool = False,
+) -> Packing | None:
+    """The sequences of a batch of slots (B, n); None where each row is one, with nothing missing inside.
+
+    A sequence begins where `position_ids` (B or 1, n) are 0, or at the slots `cu_seqlens` (S + 1,); padded slots belong
+    to none. `sharing`: which sequences share a call, those of near lengths or only those of equal ones. `pad_left`:
+    where the padding goes that stands between tokens.
+    """
+    tracing = torch.compiler.is_compiling()
+    begins = None if position_ids is None else _restarts(position_ids, shape)
+    if begins is not None and key_mask is not None:
+        begins = begins & key_mask  # positions of padded slots say nothing
+    if cu_seqlens is not None:
+        begins = _checked(cu_seqlens, shape)
+    if begins is None or tracing:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens: how many sequences there are is not known while a model is traced")
+        if key_mask is None or not (tracing or _gaps(key_mask)):
+            return None
+        return _closed(key_mask, pad_left=pad_left)
+    real = torch.ones_like(begins) if key_mask is None else key_mask
+    slots = real.flatten().nonzero()[:, 0]  # (T,): the slots of the real tokens
+    if len(slots) == 0:
+        return None
+    row = slots // shape[1]
+    first = torch.ones_like(slots, dtype=torch.bool)
+    first[1:] = (row[1:] != row[:-1]) | begins.flatten().cumsum(0)[slots].diff().bool()
+    starts = first.nonzero()[:, 0]
+    if cu_seqlens is None and len(starts) == len(row.unique()):  # one sequence in each row: no need of all this
+        return _closed(key_mask, pad_left=pad_left) if key_mask is not None and _gaps(key_mask) else None
+    return _apart(slots, starts, shape, sharing)
+
+
+def _restarts(position_ids: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    """Where positions restart at 0, bool (B, n); None where no position but a row's first one is 0."""
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1]:
+        raise ValueError(f"position_ids must have shape {shape} or {(1, shape[1])}, not {tuple(position_ids.shape)}")
+    begins = position_ids == 0
+    if torch.compiler.is_compiling() or not bool(begins[:, 1:].any()):
+        return None
+    return begins.expand(shape)
+
+
+def _checked(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Where sequences begin, bool (1, n)."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, not {kind}")
+    if shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs all sequences in one row, a batch of 1, not of {shape[0]}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must have shape (S + 1,) for S ≥ 1 sequences, not {tuple(cu_seqlens.shape)}")
+    ends = cu_seqlens.long()
+    if int(ends[0]) != 0 or int(ends[-1]) != shape[1] or bool((ends.diff() < 0).any()):
+        raise ValueError(
+            f"cu_seqlens must begin with 0, never fall and end with the {shape[1]} tokens there are, "
+            f"not {ends[:4].tolist()} … {ends[-1].item()}"
+        )
+    begins = torch.zeros(shape, dtype=torch.bool, device=cu_seqlens.device)
+    begins[0, ends[:-1][ends.diff() > 0]] = True
+    return begins
+
+
+def sequence_positions(cu_seqlens: Tensor, mask: Tensor | None, n: int) -> Tensor:
+    """The place of each token in its own sequence, not counting padding (`mask`: 1 = real), (1, n)."""
+    begins = _checked(cu_seqlens, (1, n))
+    count = torch.ones_like(begins, dtype=torch.long) if mask is None else mask.long()
+    before = count.cumsum(1) - count  # tokens in front of each slot
+    return (before - torch.where(begins, before, 0).cummax(1)[0]).clamp(min=0)
+
+
+def _gaps(key_mask: Tensor) -> bool:
+    """Is there padding between the tokens of a row?"""
+    return bool((key_mask.diff(dim=1) & key_mask[:, 1:]).sum(1).add(key_mask[:, 0]).gt(1).any())
+
+
+def _closed(key_mask: Tensor, *, pad_left: bool = False) -> Packing:
+    """Each row with its real tokens in front and its padding behind, or the other way round; the shapes do not depend
+    on the mask.
+    """
+    batch, n = key_mask.shape
+    order = torch.argsort((key_mask if pad_left else ~key_mask).int(), dim=1, stable=True)
+    first = torch.arange(batch, device=key_mask.device)[:, None] * n
+    bucket = Bucket(order + first, key_mask.gather(1, order))
+    return Packing((bucket,), (torch.argsort(order, dim=1) + first).flatten(), (batch, n))
+
+
+def _apart(slots: Tensor, starts: Tensor, shape: tuple[int, int], sharing: str = "near") -> Packing:
+    """Sequences as rows of buckets. `slots` (T,): all their tokens; `starts` (S,): which of them they begin with."""
+    lengths = torch.cat([starts, starts.new_tensor([len(slots)])]).diff()  # (S,)
+    ordered, order = lengths.sort(descending=True, stable=True)
+    back = slots.new_full((shape[0] * shape[1],), -1)
+    buckets, filled, at = [], 0, 0
+    for count in _shares(ordered.tolist(), sharing):
+        own, size = starts[order[at : at + count]], ordered[at : at + count]  # (R,)
+        place = torch.arange(int(size[0]), device=slots.device)  # (m,)
+        mask = place < size[:, None]  # (R, m)
+        index = slots[own[:, None] + place * mask]
+        back[index[mask]] = filled + mask.flatten().nonzero()[:, 0]
+        buckets.append(Bucket(index, None if bool(mask.all()) else mask))
+        filled, at = filled + index.numel(), at + count
+    return Packing(tuple(buckets), back.where(back >= 0, filled), shape, slots, starts)
+
+
+def _shares(lengths: list[int], sharing: str) -> list[int]:
+    """How many sequences each bucket takes, of sequences ordered by length, the longest first."""
+    if sharing == "all":
+        return [len(lengths)]
+    counts: list[int] = []
+    longest = tokens = spare = 0
+    for length in lengths:
+        spare += longest - length
+        if not counts or spare > (0 if sharing == "equal" else max(SPARE, tokens // SHARE)):
+            counts.append(0)
+            longest, tokens, spare = length, 0, 0
+        counts[-1] += 1
+        tokens += length
+    return counts
+
+
+def attend_packed(
+    packing: Packing,
+    mechanism: Attention,
+    tokens: Sequence[Tensor],
+    project: Callable[[Bucket], Any],
+    seed: Tensor | None = None,
+    *,
+    want_record: bool = False,
+) -> tuple[Tensor, Record]:
+    """`mechanism.attend_tokens` on each sequence by itself: (B, n, H·d), and the record of the call.
+
+    `tokens`: query, key and value (B, n, E); `project` gives the layer's projections for the rows of a bucket.
+    """
+    if want_record and len(packing.buckets) > 1 and type(mechanism).attend_observed is not Attention.attend_observed:
+        packing = _apart(packing.slots, packing.starts, packing.shape, "all")  # a record speaks of one call
+    outputs, record = [], Record()
+    for bucket in packing.buckets:
+        apart = {id(x): bucket.rows(x) for x in tokens}  # one object stays one: projections look at identity
+        about = (*(apart[id(x)] for x in tokens), project(bucket), bucket.mask, seed)
+        y, record = mechanism.attend_tokens(*about, want_record=want_record)
+        outputs.append(y)
+    return packing.join(outputs), record
