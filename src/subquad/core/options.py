@@ -150,13 +150,12 @@ def split_list(text: str) -> list[str]:
     for piece in (piece.strip() for piece in text.split(",")):
         if specs and "=" in piece and ":" not in piece:
             specs[-1] += f",{piece}"
-        elif piece:
+        else:
             specs.append(piece)
-    doubles = {spec for spec in specs if specs.count(spec) > 1}
-    if not specs or doubles:
-        raise ValueError(
-            f"--attention {'is empty' if not specs else f'names {doubles.pop()} twice'}: give comma-separated specs"
-        )
+    doubles = [spec for spec in specs if specs.count(spec) > 1]
+    if not all(specs) or doubles:
+        wrong = f"names {doubles[0]} twice" if all(specs) else f"{text!r} has an empty entry"
+        raise ValueError(f"--attention {wrong}: give comma-separated specs")
     return specs
 
 
