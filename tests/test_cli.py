@@ -168,6 +168,16 @@ def test_bench_prints_a_table_and_keeps_json_and_plot(run, quick, tmp_path):
     assert (tmp_path / "b.png").read_bytes().startswith(PNG)
 
 
+def test_bench_claims_no_speed_from_a_busy_machine(run, quick, monkeypatch):
+    said = {}
+    for why in (None, "a neighbour is busy"):
+        monkeypatch.setattr(measurement, "busy", lambda rows, why=why: why)
+        said[why] = run("bench fixed --n 8" + TINY).stdout
+    assert "not to be trusted" not in said[None] and "≈" not in said[None]
+    assert "these times are not to be trusted: a neighbour is busy" in said["a neighbour is busy"]
+    assert "≈ " in said["a neighbour is busy"]
+
+
 def test_numbers_are_written_for_people():
     assert parse_lengths("8192, 1024,1024") == [1024, 8192]
     assert [seconds(2.0), seconds(0.0125)] == ["2 s", "12.5 ms"]

@@ -167,7 +167,7 @@ def test_the_examples_of_the_class_are_checked_unless_options_are_given(register
     assert f"{name}:scale=1.0, fast_equals_dense" in capsys.readouterr().err
     check_attention(name, only=["fast_equals_dense"], scale=1.0)
     check_attention(f"{name}:scale=1.0", only=["fast_equals_dense"])
-    with pytest.raises(ContractError, match="scale=2.0"):
+    with pytest.raises(ContractError, match=r"scale=2\.0"):
         check_attention(name, only=["fast_equals_dense"], causal=False)
 
 
