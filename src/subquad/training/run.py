@@ -102,8 +102,9 @@ def open_everywhere(run: Run, held: contextlib.ExitStack, state: PartialState, *
     answer: list[Any] = [None, None]
     failure = None
     if state.is_main_process:
+        about = {"versions": versions(), "threads": torch.get_num_threads()}
         try:
-            answer[0] = held.enter_context(folder.opened(run, versions(), **how))
+            answer[0] = held.enter_context(folder.opened(run, about, **how))
         except Exception as error:
             failure, answer[1] = error, True
     answer = broadcast_object_list(answer)
