@@ -28,7 +28,7 @@ def parse_lengths(text: str) -> list[int]:
     try:
         lengths = sorted({int(piece) for piece in text.split(",")})
     except ValueError:
-        raise typer.BadParameter(f"lengths are integers ≥ 1 comma-separated, such as 1024,4096, not {text!r}") from None
+        raise typer.BadParameter(f"--n must be comma-separated integers ≥ 1, such as 1024,4096, not {text!r}") from None
     if lengths[0] < 1:
         raise typer.BadParameter(f"a length must be ≥ 1, not {lengths[0]}")
     return lengths

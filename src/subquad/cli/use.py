@@ -11,6 +11,7 @@ import typer
 
 from subquad.cli.train import Data
 from subquad.core.console import out
+from subquad.core.files import model_folder
 
 Model = Annotated[Path, typer.Argument(help="Folder of a finished run, or of its model.")]
 
@@ -32,6 +33,7 @@ def evaluate(
     """Evaluate a trained model on a part of its task's data."""
     if part not in ("test", "valid", "train"):
         raise typer.BadParameter(f"--part must be test, valid or train, not {part!r}")
+    model_folder(model)  # a wrong one is refused before torch is loaded
     from subquad.training.quiet import quiet
 
     quiet()
@@ -57,6 +59,7 @@ def predict(
     """Print the answer of a trained model to each line of input."""
     if text is not None and file is not None:
         raise typer.BadParameter("give either a text or --file, not both")
+    model_folder(model)  # a wrong one is refused before torch is loaded
     from subquad.training.quiet import quiet
 
     quiet()
@@ -83,6 +86,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:
     """Continue a text with a trained language model."""
+    model_folder(model)  # a wrong one is refused before torch is loaded
     from subquad.training.quiet import quiet
 
     quiet()

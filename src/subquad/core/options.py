@@ -134,7 +134,9 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     """`name:a=1,b=x+y` → ("name", {"a": "1", "b": "x+y"})."""
     name, _, rest = spec.partition(":")
     given: dict[str, str] = {}
-    for item in filter(None, (piece.strip() for piece in rest.split(","))):
+    for item in (piece.strip() for piece in rest.split(",") if rest):
+        if not item:
+            raise ValueError(f"spec {spec!r} has an empty option: give option=value, comma-separated")
         key, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals or not key or not value:
             raise ValueError(f"spec {spec!r}: {item!r} is not of the form option=value")
