@@ -50,8 +50,9 @@ format: $(READY)
 results: $(READY)
 	$(BIN)/subquad study speed --minutes $(MINUTES) $(TABLES)
 
+# After `make run` on a quiet machine: RUN=out/run/comparison.json makes its table the one of the README.
 tables: $(READY)
-	$(BIN)/subquad study speed --measured $(TABLES)
+	$(BIN)/subquad study speed --measured $(if $(RUN),--comparison $(RUN)) $(TABLES)
 
 # The stamp is written last: an interrupted installation is done again.
 $(READY): pyproject.toml constraints.txt

@@ -1,6 +1,7 @@
 """Committed results: the tables of the docs are in step with them, and measuring is resumable."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,35 @@ def test_tables_are_made_between_their_comments(tmp_path):
     assert tables.updated(text, tmp_path) == text
     with pytest.raises(ValueError, match="no table is called 'sped'"):
         tables.updated(page.replace("speed", "sped"), tmp_path)
+
+
+def test_a_comparison_is_kept_without_its_folders(tmp_path):
+    about = {
+        "metric": "accuracy",
+        "sd": None,
+        "relative_time": 0.5,
+        "memory": 2**20,
+        "parameters": 7,
+        "connections": 9.0,
+    }
+    whole = {"task": "needle", "guessing": {"score": 0.25}, "timing": {"busy": None, "costs": {}},
+             "rows": [{"attention": "star", "mean": 0.75, "runs": ["/somewhere"], **about}]}  # fmt: skip
+    (tmp_path / "comparison.json").write_text(json.dumps(whole))
+    tables.keep_comparison(tmp_path / "comparison.json", tmp_path)
+    assert "somewhere" not in (tmp_path / "run.json").read_text()
+    text = tables.updated("<!-- table: run -->\n<!-- end of table -->\n", tmp_path)
+    assert "| star | 0.750 | × 0.50 | 1 MiB | 7 | 9 |\n| guessing | 0.250 |" in text
+    whole["rows"][0]["mean"] = None
+    (tmp_path / "comparison.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="not all attentions are trained"):
+        tables.keep_comparison(tmp_path / "comparison.json", tmp_path)
+
+
+def test_every_dependency_has_a_lowest_version():
+    """`make test-oldest` installs what tools/oldest.py makes of them."""
+    text = (ROOT / "pyproject.toml").read_text()
+    found = runpy.run_path(str(ROOT / "tools" / "oldest.py"))["lowest"](text)
+    assert "torch==2.7" in found and "transformers==5.0" in found
+    needed = text.split("dependencies = [")[1].split("]")[0] + text.split("train = [")[1].split("]")[0]
+    names = [word.strip(' "\n') for word in needed.split(",") if word.strip()]
+    assert len(names) == len(found) and all(">=" in name for name in names)

@@ -149,6 +149,9 @@ def show(
     ] = None,
     minutes: Annotated[float, typer.Option(help="Stop after about this many minutes.")] = math.inf,
     repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time counts.")] = 3,
+    comparison: Annotated[
+        Path | None, typer.Option(help="Keep the results of this comparison.json beside the others, as run.json.")
+    ] = None,
     measured: Annotated[bool, typer.Option("--measured", help="Measure nothing, only write the tables.")] = False,
 ) -> None:
     """Time and memory of every mechanism over the length, and the length from which it is faster than full attention.
@@ -159,6 +162,8 @@ def show(
         done = run(path, Setting(), repeats=repeats, minutes=minutes, tell=lambda text: print(text, flush=True))
         left = "all is measured" if done else "some is not measured yet, or was on a busy machine: run it again"
         print(f"results: {path} ({left})")
+    if comparison is not None:
+        tables.keep_comparison(comparison, path.parent)
     for each in write or ():
         tables.update(each, path.parent)
         print(f"tables: {each}")

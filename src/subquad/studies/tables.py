@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from subquad import __version__
+
 PLACE = re.compile(r"(<!-- table: (?P<words>[^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -132,7 +134,24 @@ def comparison(result: dict[str, Any], words: Sequence[str]) -> str:
         )
     if result.get("guessing"):
         lines.append(["guessing", f"{result['guessing']['score']:.3f}", *[""] * 4])
-    return markdown(["attention", metric, "time of a step", "memory", "parameters", "connections"], lines)
+    table = markdown(["attention", metric, "time of a step", "memory", "parameters", "connections"], lines)
+    return f"{table}\n\nThis run was made with subquad {result['versions']['subquad']}."
+
+
+def keep_comparison(path: Path, results: Path) -> None:
+    """Keep of a comparison.json what its table shows, without the folders and settings of its runs."""
+    found = json.loads(path.read_text())
+    shown = ("attention", "metric", "mean", "sd", "relative_time", "memory", "parameters", "connections")
+    if any(row["mean"] is None for row in found["rows"]):
+        raise ValueError(f"{path}: not all attentions are trained; run the comparison to its end first")
+    kept = {
+        "versions": {"subquad": __version__},
+        "task": found["task"],
+        "guessing": found.get("guessing"),
+        "timing": {"busy": (found.get("timing") or {"busy": "not measured"})["busy"]},
+        "rows": [{key: row[key] for key in shown} for row in found["rows"]],
+    }
+    (results / TABLES["run"][0]).write_text(json.dumps(kept, indent=2) + "\n")
 
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any], Sequence[str]], str]]] = {
