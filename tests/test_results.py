@@ -1,6 +1,7 @@
 """Committed results: the tables of the docs are in step with them, and measuring is resumable."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -97,3 +98,15 @@ def test_every_dependency_has_a_lowest_version():
     needed = text.split("dependencies = [")[1].split("]")[0] + text.split("train = [")[1].split("]")[0]
     names = [word.strip(' "\n') for word in needed.split(",") if word.strip()]
     assert len(names) == len(found) and all(">=" in name for name in names)
+
+
+def test_the_walk_in_contributing_names_what_exists():
+    """From q to out in at most four files each."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## From `q` to `out`")[1].split("\n## ")[0]
+    walks = re.split(r"\n\*\*`[\w-]+`\*\*", text)[1:]
+    assert len(walks) == 3
+    for walk in walks:
+        steps = re.findall(r"^(\d)\. `([\w/]+\.py)`(?:, `(?:\w+\.)?(\w+)`)?", walk, re.MULTILINE)
+        assert 3 <= len(steps) <= 4
+        for _, file, name in steps:
+            assert name in (ROOT / "src" / "subquad" / file).read_text()
