@@ -91,17 +91,19 @@ def _memory(at: dict[tuple[bool, bool], dict[str, Any]]) -> str:
 
 def break_even(rows: Sequence[dict[str, Any]], causal: bool) -> str:
     """The length from which forward + backward is faster than full attention, in words."""
-    own = sorted((row["n"], row["ratio"]) for row in rows if row["backward"] and row["causal"] == causal)
+    chosen = [row for row in rows if row["backward"] and row["causal"] == causal]
+    own = sorted((row["n"], row["ratio"]) for row in chosen)
     if not own:
         return ""
+    sign = "≈ " if any(row["busy"] for row in chosen) else ""
     if own[-1][1] >= 1:
-        return f"> {own[-1][0]:,}"
+        return f"{sign}> {own[-1][0]:,}"
     last = next((i for i in reversed(range(len(own))) if own[i][1] >= 1), None)
     if last is None:
-        return f"< {own[0][0]:,}"
+        return f"{sign}< {own[0][0]:,}"
     (low, above), (high, below) = own[last], own[last + 1]
     share = math.log(above) / (math.log(above) - math.log(below))
-    return f"{float(f'{low * (high / low) ** share:.2g}'):,.0f}"
+    return f"{sign}{float(f'{low * (high / low) ** share:.2g}'):,.0f}"
 
 
 def lengths(result: dict[str, Any], words: Sequence[str]) -> str:
