@@ -93,6 +93,10 @@ def missing(piece: Piece, kept: dict[tuple, dict[str, Any]]) -> bool:
     return any(row is None or row["busy"] for row in rows)
 
 
+def _measured(piece: Piece, kept: dict[tuple, dict[str, Any]]) -> bool:
+    return not piece.memory and all(key in kept for key in piece.parts())
+
+
 def run(
     path: Path,
     setting: Setting,
@@ -106,7 +110,7 @@ def run(
     """Measure what the file does not have yet; True when nothing is missing. Stops after about `minutes`."""
     started = time.monotonic()
     kept = read(path, setting)
-    todo = list(pieces(names or available(), lengths))
+    todo = sorted(pieces(names or available(), lengths), key=lambda piece: _measured(piece, kept))  # the new ones first
     for number, piece in enumerate(todo, 1):
         if not missing(piece, kept):
             continue
