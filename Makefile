@@ -1,13 +1,20 @@
 # make run       set up, then the main job
 # make test      set up, then the tests
 # make test-all  the tests, the slow ones too, with random inputs in plenty and fresh seeds
+# make test-oldest  the tests, with the oldest version of every dependency that pyproject.toml allows
 # make check     formatting, lint, types, layers
+# make results   measures what the tables of the docs show (resumable; MINUTES=2 stops after about that time)
+# make tables    brings the tables of the docs up to date with docs/results
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all check format clean
+MINUTES ?= inf
+OLDEST := .venv-oldest
+TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md
+
+.PHONY: run test test-all test-oldest check format results tables clean
 
 # Four attentions on one task, in about five minutes on 2 cores; run it again to resume it.
 run: $(READY)
@@ -19,6 +26,16 @@ test: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or not slow" --hypothesis-profile thorough
 
+# Old libraries warn on each other's newer versions: here warnings are no errors.
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest -n auto --dist worksteal -o filterwarnings=default
+
+$(OLDEST)/.ready: pyproject.toml tools/oldest.py
+	$(PYTHON) -m venv $(OLDEST)
+	$(PYTHON) tools/oldest.py > $(OLDEST)/oldest.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/oldest.txt -e ".[train,dev]"
+	touch $@
+
 check: $(READY)
 	$(BIN)/ruff format --check src tests
 	$(BIN)/ruff check src tests
@@ -29,6 +46,14 @@ format: $(READY)
 	$(BIN)/ruff format src tests
 	$(BIN)/ruff check --fix src tests
 
+# Delete docs/results/speed.json first to measure everything anew. The machine must be quiet.
+results: $(READY)
+	$(BIN)/subquad study speed --minutes $(MINUTES) $(TABLES)
+
+# After `make run` on a quiet machine: RUN=out/run/comparison.json makes its table the one of the README.
+tables: $(READY)
+	$(BIN)/subquad study speed --measured $(if $(RUN),--comparison $(RUN)) $(TABLES)
+
 # The stamp is written last: an interrupted installation is done again.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,4 +61,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) out build dist
+	rm -rf $(VENV) $(OLDEST) out build dist

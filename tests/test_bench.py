@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,17 @@ def test_rows_hold_times_flops_and_ratios_against_full_attention():
     assert [row.ratio for row in full] == [1, 1]
     assert [row.flops for row in full] == [4 * 2 * 8 * n * n for n in (8, 16)]
     assert all(row.full_flops == full[i // 3].flops for i, row in enumerate(rows))
+
+
+def test_a_busy_machine_is_told(monkeypatch):
+    rows = last(measure(["fixed"], [8], SMALL, repeats=3, memory=False))
+    assert rows[1].ratio_quartiles[0] <= rows[1].ratio_quartiles[1] <= rows[1].ratio_quartiles[2]
+    assert rows[0].ratio_quartiles == [1, 1, 1]
+    calm = [replace(row, other_load=0.01, ratio_quartiles=[1, 1, 1]) for row in rows]
+    assert bench.busy(calm) is None and bench.busy([replace(row, other_load=None) for row in calm]) is None
+    assert "other programs used 50 % of the machine" in bench.busy([calm[0], replace(calm[1], other_load=0.5)])
+    wild = [calm[0], replace(calm[1], ratio_quartiles=[1, 1, 2])]
+    assert bench.busy(wild) == "the quartiles of fixed at n = 8's relative cost are a factor of 2.0 apart"
 
 
 def test_backward_runs_and_counts_more():
@@ -165,7 +177,8 @@ def test_reports_are_json_with_the_circumstances(tmp_path):
     rows = last(measure(["fixed"], [8], SMALL, repeats=1, memory=False))
     write(tmp_path / "out.json", report(rows, SMALL))
     kept = json.loads((tmp_path / "out.json").read_text())
-    assert set(kept) == {"versions", "machine", "setting", "rows"}
+    assert set(kept) == {"versions", "machine", "setting", "busy", "rows"}
+    assert kept["machine"]["cores"] == os.cpu_count() and "processor" in kept["machine"]
     assert kept["setting"]["heads"] == 2 and kept["machine"]["threads"] == torch.get_num_threads()
     assert [bench.Row(**row) for row in kept["rows"]] == rows
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # no draft is left

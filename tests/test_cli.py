@@ -168,6 +168,16 @@ def test_bench_prints_a_table_and_keeps_json_and_plot(run, quick, tmp_path):
     assert (tmp_path / "b.png").read_bytes().startswith(PNG)
 
 
+def test_bench_claims_no_speed_from_a_busy_machine(run, quick, monkeypatch):
+    said = {}
+    for why in (None, "a neighbour is busy"):
+        monkeypatch.setattr(measurement, "busy", lambda rows, why=why: why)
+        said[why] = run("bench fixed --n 8" + TINY).stdout
+    assert "not to be trusted" not in said[None] and "≈" not in said[None]
+    assert "these times are not to be trusted: a neighbour is busy" in said["a neighbour is busy"]
+    assert "≈ " in said["a neighbour is busy"]
+
+
 def test_numbers_are_written_for_people():
     assert parse_lengths("8192, 1024,1024") == [1024, 8192]
     assert [seconds(2.0), seconds(0.0125)] == ["2 s", "12.5 ms"]
@@ -190,6 +200,14 @@ def test_numbers_are_written_for_people():
         ("compare needle --attention full,sbn", "unknown attention 'sbn'; did you mean sbm"),
         ("compare needel --attention full", "unknown task 'needel'; did you mean needle"),
         ("compare needle --attention full,full", "names full twice"),
+        ("compare needle --attention full,,", "--attention 'full,,' has an empty entry: give comma-separated specs"),
+        ("compare needle --attention ,", "--attention ',' has an empty entry"),
+        ("show fixed:w=1,,", "spec 'fixed:w=1,,' has an empty option"),
+        ("prove star --n 4 --delta abc", "delta must be a fraction such as 1/2 or 0.5, not 'abc'"),
+        ("show xyzzy", "unknown attention 'xyzzy' (`subquad list` shows all"),
+        ("show fixd", "(`subquad list` shows all"),
+        ("tasks xyzzy", "unknown task 'xyzzy' (`subquad tasks` shows all"),
+        ("train needle --recipe big", "(available: "),
         ("train needle --set batch=0", "needle: batch must be an integer ≥ 1, not 0"),
         ("bench fixed --batch 0", "--batch"),
         ("--import", "--import needs the name of a module"),
@@ -207,7 +225,7 @@ def test_numbers_are_written_for_people():
         ("gallery -o /proc/nowhere", "/proc/nowhere"),
         ("bench", "SPEC"),
         ("bench fixed --n 0", "a length must be ≥ 1, not 0"),
-        ("bench fixed --n 8,x", "lengths are integers ≥ 1"),
+        ("bench fixed --n 8,x", "--n must be comma-separated integers ≥ 1, such as 1024,4096, not '8,x'"),
         ("bench fixed --repeats 0", "--repeats"),
         ("bench fixed --json nowhere/out.json", "nowhere/out.json: No such file or directory"),
         ("bench fixed --png nowhere/out.png", "nowhere/out.png: No such file or directory"),
@@ -241,8 +259,8 @@ def test_every_command_has_help_with_an_example(run, command):
 # ---- before torch is loaded --------------------------------------------------------------------------------
 
 AT_ONCE = ("--help", "list", "--version", "", "list --json", "tasks", "lst", "--nonsense", "show fixd",
-           "show fixed --n 0", "bench fixd", "train nothing", "compare needle --attention fuul", "train --help",
-           "compare --help")  # fmt: skip
+           "show fixed --n 0", "bench fixd", "train nothing", "eval /nowhere", "generate /nowhere",
+           "compare needle --attention fuul", "train --help", "compare --help")  # fmt: skip
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:

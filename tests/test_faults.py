@@ -155,6 +155,21 @@ def _interrupting(step: int):
     return training_step
 
 
+def test_other_threads_and_versions_are_named(run, expected, capfd):
+    """The order of sums follows them: the last digits may differ, but not in silence."""
+    assert json.loads((run / "run.json").read_text())["threads"] == 1
+    (run / "result.json").unlink()
+    assert resumed(run) == expected and "last digits" not in capfd.readouterr().err
+    about = json.loads((run / "run.json").read_text())
+    about["threads"], about["versions"]["torch"] = 7, "2.0"
+    (run / "run.json").write_text(json.dumps(about))
+    (run / "result.json").unlink()
+    resumed(run)
+    said = capfd.readouterr().err
+    assert "warning: this run was started with threads 7, not 1: its last digits may differ" in said
+    assert "torch 2.0, " in said and said.count("last digits") == 2
+
+
 # ---- damage ---------------------------------------------------------------------------------------------------
 
 

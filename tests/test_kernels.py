@@ -263,7 +263,8 @@ def test_span_pool_equals_a_loop(pool, skip):
 
 
 def opcheck(op, *arguments):
-    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    result = torch.library.opcheck(op, arguments)
+    assert len(result) == 4 and set(result.values()) == {"SUCCESS"}
 
 
 def test_operators_keep_torchs_rules():
@@ -283,4 +284,4 @@ def test_operators_keep_torchs_rules():
     both = AxialMixture(causal=True, cols=3, kinds=(("column",), ("row",))).text
     groups = [torch.randn(2, 2, 6, 4, requires_grad=True) for _ in range(4)]
     opcheck(mixture_merge, q, [k, v], groups[:2], groups[2:], [], [], lengths, [1, 1], both, 9, 0.5)
-    torch.library.opcheck(_edges, (q, lengths, patterns.Logsparse().text, [0], 9), test_utils="test_schema")
+    opcheck(_edges, q, lengths, patterns.Logsparse().text, [0], 9)

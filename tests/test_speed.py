@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from subquad.core.load import OtherLoad, quartiles, why_busy
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks import task as make_task
 from subquad.training import speed
 from subquad.training.compare import Comparison, compare, measure_timing, rows
 from subquad.training.lock import holder
-from subquad.training.speed import Cost, OtherLoad, finished_runs, quartiles, relative_costs, training_times, why_busy
+from subquad.training.speed import finished_runs, relative_costs, training_times
 
 SETTINGS = (
     "length=32",
@@ -44,7 +45,7 @@ def save_run(run: Path, attention: str, score: float = 0.5) -> Path:
 
 def test_quartiles_and_totals_of_logs():
     logs = [[{"step": 2, "step_seconds": 1.0}, {"step": 4, "valid": {}}, {"step": 6, "step_seconds": 3.0}], []]
-    assert quartiles([1.0, 2.0, 3.0]) == [1.5, 2.0, 2.5] and quartiles([]) is None
+    assert quartiles([1.0, 2.0, 3.0]) == [1.5, 2.0, 2.5] and quartiles([]) is None and quartiles([4]) == [4, 4, 4]
     assert training_times(logs) == {"step_quartiles": [1.5, 2.0, 2.5], "total_seconds": 14.0}
     assert training_times([]) == {"step_quartiles": None, "total_seconds": None}
 
@@ -60,8 +61,8 @@ def test_models_take_turns_and_stay_what_they_are(tmp_path):
 
 
 def test_a_busy_machine_is_noticed():
-    calm = {"full": Cost([1, 1, 1], [1, 1, 1]), "star": Cost([1, 2, 3], [0.9, 1.0, 1.1])}
-    wild = {**calm, "sbm": Cost([1, 2, 9], [0.5, 1.0, 6.0])}
+    calm = {"full": [1, 1, 1], "star": [0.9, 1.0, 1.1]}
+    wild = {**calm, "sbm": [0.5, 1.0, 6.0]}
     assert why_busy(0.01, calm) is None and why_busy(None, calm) is None
     assert why_busy(0.5, calm) == "other programs used 50 % of the machine during the measurement"
     assert why_busy(0.01, wild) == "the quartiles of sbm's relative cost are a factor of 12.0 apart"

@@ -151,6 +151,33 @@ def test_an_honest_mechanism_passes(registered):
     check_attention(registered(Mean))
 
 
+class Odd(Mean):
+    """Right with its first example, wrong with its second: it gives twice the mean."""
+
+    examples = ({"scale": 1.0}, {"scale": 2.0})
+
+    def attend(self, q, k, v, call):
+        return super().attend(q, k, v, call) * self.options.scale
+
+
+def test_the_examples_of_the_class_are_checked_unless_options_are_given(registered, capsys):
+    name = registered(Odd)
+    with pytest.raises(ContractError, match=f"{name}:scale=2.0, fast_equals_dense: .*off by"):
+        check_attention(name, only=["fast_equals_dense"], progress=True)
+    assert f"{name}:scale=1.0, fast_equals_dense" in capsys.readouterr().err
+    check_attention(name, only=["fast_equals_dense"], scale=1.0)
+    check_attention(f"{name}:scale=1.0", only=["fast_equals_dense"])
+    with pytest.raises(ContractError, match=r"scale=2\.0"):
+        check_attention(name, only=["fast_equals_dense"], causal=False)
+
+
+def test_what_options_cannot_break_is_checked_once(registered, capsys):
+    checks = ["weights_are_probabilities", "bad_input_is_refused"]
+    check_attention(registered(Odd), only=checks, progress=True)
+    said = capsys.readouterr().err
+    assert said.count("weights_are_probabilities") == 2 and said.count("bad_input_is_refused") == 1
+
+
 def test_unknown_checks_are_refused():
     with pytest.raises(ValueError, match="no check is called nonsense"):
         check_attention("full", only=["nonsense"])

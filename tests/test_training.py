@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from transformers.utils import ModelOutput
 from typer.testing import CliRunner
 
 from subquad.cli import app
+from subquad.attention.registry import available, mechanism
 from subquad.core import child
 from subquad.core.options import split_list
 from subquad.models import HEADS, SubquadConfig
 from subquad.models.pairs import GlobalBatchNorm
 from subquad.tasks import task
+from subquad.testing import cases
 from subquad.training import checkpoints, log, statistics, use
 from subquad.training.compare import Comparison, check, pending, prepare, rows, write
 from subquad.training.connections import connections
@@ -380,6 +383,28 @@ def stopped_by_one(out: Path) -> None:
         RunTrainer.training_step = original
 
 
+def every_mechanism(share: slice, reduce: Callable[[torch.Tensor], Any]) -> dict[str, list[torch.Tensor]]:
+    """Name → loss, gradients and running averages after a step on a share of a batch, summed over the processes."""
+    found = {}
+    for name in available():
+        kind = mechanism(name)
+        if kind.capabilities.stochastic:
+            continue  # a sequence draws its graph by its number in the batch
+        case = cases(name, **kind.examples[0])[0]
+        module, xs = case.make().train(), [x[share] for x in case.inputs(17, batch=4)]
+        loss = case.run(module, xs).square().sum()
+        if loss.requires_grad:
+            loss.backward()
+        sums = [loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+        statistics = None if case.is_layer else module.observe(*xs)[1].statistics
+        for each in [*sums, *([] if statistics is None else [statistics])]:
+            reduce(each)
+        if statistics is not None:
+            module.update(statistics)
+        found[name] = [*sums, *(b.clone() for b in module.buffers())]
+    return found
+
+
 def divided(out: Path) -> None:
     """One of two processes: half of every batch."""
     stopped_by_one(out / "two")
@@ -395,7 +420,10 @@ def divided(out: Path) -> None:
     for each in found:
         dist.all_reduce(each)
         each /= 2
-    saved = {"centroid": centroid.state_dict(), "pair": found, "norm": model.norm.state_dict()}
+    mechanisms = every_mechanism(share, dist.all_reduce)
+    saved = {
+        "centroid": centroid.state_dict(), "pair": found, "norm": model.norm.state_dict(), "mechanisms": mechanisms,
+    }  # fmt: skip
     torch.save(saved, out / f"rank{rank}.pt")
 
 
@@ -413,10 +441,14 @@ def test_two_processes_equal_one(finished, tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert log.read_result(tmp_path / "two")["test"]["accuracy"] == pytest.approx(one["test"]["accuracy"], abs=0.02)
     wanted = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    whole = every_mechanism(slice(None), lambda each: each)
     for rank in range(2):
         found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
         torch.testing.assert_close(found["centroid"], dict(centroid.state_dict()))
         torch.testing.assert_close(found["pair"], wanted)
+        assert list(found["mechanisms"]) == list(whole) and len(whole) > 30
+        for name, sums in whole.items():
+            torch.testing.assert_close(found["mechanisms"][name], sums, msg=lambda text, name=name: f"{name}: {text}")
         torch.testing.assert_close(found["norm"], dict(model.norm.state_dict()))
     checkpoint = checkpoints.all_checkpoints(tmp_path / "two")[0]
     assert checkpoints.processes(checkpoint) == 2 and checkpoints.damage(checkpoint) is None

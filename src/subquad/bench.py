@@ -9,6 +9,8 @@ time      best of several rounds; in each, full attention and all mechanisms run
           a slow moment of the machine hits all of them
 memory    how far the resident memory of a fresh process rises during its first step of that size: output,
           gradients, workspace and the making of index sets included, inputs not
+load      the share of the machine that other programs used meanwhile, and the quartiles of the ratio over the rounds:
+          `busy` says why times are not to be trusted
 FLOPs     counted, not timed: 2 per multiply-add of the matrix products and of our kernels; the masked pairs
           inside a block count too
 """
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from subquad.core import memory
 from subquad.core.child import command as child_command
 from subquad.core.child import paths as child_paths
 from subquad.core.files import write_atomically
+from subquad.core.load import OtherLoad, quartiles, why_busy
 from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention
 
@@ -76,6 +79,8 @@ class Row:
     input_bytes: int
     memory: int | None = None  # None = not measured yet
     full_memory: int | None = None
+    ratio_quartiles: list[float] | None = None  # of the ratio over the rounds
+    other_load: float | None = None  # share of all cores that other programs used meanwhile; None = unknown
 
 
 # ---- one step ----------------------------------------------------------------------------------------------
@@ -91,8 +96,12 @@ class Step:
     inputs: list[Tensor]
     grad: Tensor | None  # of the output; None = forward only
     flops: int | None = None
-    seconds: float = float("inf")
+    rounds: list[float] = field(default_factory=list)  # seconds, the best of each round
     memory: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return min(self.rounds)
 
     def __call__(self) -> None:
         if self.grad is None:
@@ -118,10 +127,12 @@ class Step:
     def clock(self) -> None:
         """The best of the calls that fit into `LEAST` seconds: a single short call says little."""
         first = last = time.perf_counter()
+        best = float("inf")
         while last - first < LEAST:
             self()
             now = time.perf_counter()
-            self.seconds, last = min(self.seconds, now - last), now
+            best, last = min(best, now - last), now
+        self.rounds.append(best)
 
 
 class _Full(nn.Module):
@@ -188,16 +199,17 @@ def measure(
     done: list[Row] = []
     for n in lengths:
         subjects = _subjects_at(n, specs, setting, tell)
-        for turn in range(repeats):
-            for subject in subjects:
-                tell(f"{subject.spec} at n = {n:,}, round {turn + 1}")
-                subject.clock()
-            yield done + _rows(subjects, n, turn + 1)
+        with OtherLoad() as load:
+            for turn in range(repeats):
+                for subject in subjects:
+                    tell(f"{subject.spec} at n = {n:,}, round {turn + 1}")
+                    subject.clock()
+                yield done + _rows(subjects, n, load)
         for subject in subjects if memory else ():
             tell(f"{subject.spec} at n = {n:,}, memory")
             subject.memory = peak_memory(subject.spec, subject.level, n, setting)
-            yield done + _rows(subjects, n, repeats)
-        done += _rows(subjects, n, repeats)
+            yield done + _rows(subjects, n, load)
+        done += _rows(subjects, n, load)
 
 
 def steps(specs: Sequence[str], lengths: Sequence[int], repeats: int, memory: bool = True) -> int:
@@ -226,14 +238,21 @@ def _subjects_at(n: int, specs: Sequence[str], setting: Setting, tell: Callable[
     return subjects
 
 
-def _rows(subjects: Sequence[Step], n: int, repeats: int) -> list[Row]:
+def busy(rows: Sequence[Row]) -> str | None:
+    """Why the times of these rows are not to be trusted; None if they are."""
+    shares = [row.other_load for row in rows if row.other_load is not None]
+    ratios = {f"{row.spec} at n = {row.n:,}": row.ratio_quartiles for row in rows if row.ratio_quartiles}
+    return why_busy(max(shares, default=None), ratios)
+
+
+def _rows(subjects: Sequence[Step], n: int, load: OtherLoad) -> list[Row]:
     full = {subject.level: subject for subject in subjects if subject.spec == FULL}
     return [
         Row(
             spec=subject.spec,
             level=subject.level,
             n=n,
-            repeats=repeats,
+            repeats=len(subject.rounds),
             seconds=subject.seconds,
             full_seconds=full[subject.level].seconds,
             ratio=subject.seconds / full[subject.level].seconds,
@@ -242,6 +261,10 @@ def _rows(subjects: Sequence[Step], n: int, repeats: int) -> list[Row]:
             input_bytes=_input_bytes(subject),
             memory=subject.memory,
             full_memory=full[subject.level].memory,
+            ratio_quartiles=quartiles(
+                [own / base for own, base in zip(subject.rounds, full[subject.level].rounds, strict=True)]
+            ),
+            other_load=load.share,
         )
         for subject in subjects
     ]
@@ -300,15 +323,36 @@ def report(rows: Sequence[Row], setting: Setting) -> dict[str, Any]:
     """Rows and the circumstances, ready for JSON."""
     from subquad import __version__
 
-    machine = {"system": platform.system(), "machine": platform.machine(), "threads": torch.get_num_threads()}
     versions = {"subquad": __version__, "torch": torch.__version__, "python": platform.python_version()}
     shared = {**asdict(setting), "dtype": "float32", "device": "cpu"}
     return {
         "versions": versions,
-        "machine": machine,
+        "machine": machine(),
         "setting": shared,
+        "busy": busy(rows),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def machine() -> dict[str, Any]:
+    """The machine as far as times depend on it."""
+    return {
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    """The name of the CPU model, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

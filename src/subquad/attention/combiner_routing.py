@@ -59,7 +59,7 @@ class CombinerRouting(Routing):
         where = (clusters.cluster, clusters.real, self.clusters)
         query, key = (cluster_prefix(x, *where, is_max) for x in self.abstraction(q, k))  # (B·H, n, d)
         settings: dict[str, Any] = {"causal": causal, "scale": scale}
-        value = cluster_attention(query, [k], [v], clusters, self.clusters, last_asks=not causal, **settings)
+        value = cluster_attention(query, [k], [v], clusters, self.clusters, last_query_only=not causal, **settings)
         random: dict[str, Any] = {"dropout": call.dropout, "seed": call.seed}
         return cluster_attention(q, [k, key], [v, value], clusters, self.clusters, **settings, **random)
 

@@ -28,7 +28,7 @@ def parse_lengths(text: str) -> list[int]:
     try:
         lengths = sorted({int(piece) for piece in text.split(",")})
     except ValueError:
-        raise typer.BadParameter(f"lengths are integers ≥ 1 comma-separated, such as 1024,4096, not {text!r}") from None
+        raise typer.BadParameter(f"--n must be comma-separated integers ≥ 1, such as 1024,4096, not {text!r}") from None
     if lengths[0] < 1:
         raise typer.BadParameter(f"a length must be ≥ 1, not {lengths[0]}")
     return lengths
@@ -71,7 +71,7 @@ def bench(
         _check_writable(path)
     for spec in specs:
         check_name(spec)
-    from subquad.bench import Setting
+    from subquad.bench import Setting, busy
 
     if decode:
         if backward or png is not None:
@@ -86,7 +86,10 @@ def bench(
     rows = _run(specs, lengths, setting, repeats, json)
     console = out()
     console.print(describe(setting), style="bold", soft_wrap=True)
-    console.print(table(rows))
+    why = busy(rows)
+    console.print(table(rows, trusted=why is None))
+    if why is not None:
+        console.print(f"these times are not to be trusted: {why}", style="bold", soft_wrap=True)
     for line in remarks(rows):
         console.print(line, style="dim", soft_wrap=True)
     if png is not None:
@@ -129,17 +132,20 @@ def describe(setting: Setting) -> str:
     return f"{what}, {way}, batch {setting.batch}, {setting.heads} heads × {setting.head_dim}, float32, CPU"
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """One line per mechanism and length; full attention first, as the measure."""
+def table(rows: Sequence[Row], *, trusted: bool = True) -> Table:
+    """One line per mechanism and length; full attention first, as the measure. ≈ marks times of a busy machine."""
     result = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("n", "attention", "time", "against full", "memory", "FLOPs"):
         result.add_column(title, justify="left" if title == "attention" else "right", no_wrap=title != "attention")
+    sign = "" if trusted else "≈ "
     for last, row in zip([None, *rows], rows, strict=False):
         if last is not None and last.n != row.n:
             result.add_section()
         name = f"{row.spec} (layer)" if row.level == "layer" else row.spec
         length = f"{row.n:,}" if last is None or last.n != row.n else ""
-        result.add_row(length, name, seconds(row.seconds), against(row.ratio), size(row.memory), count(row.flops))
+        result.add_row(
+            length, name, seconds(row.seconds), sign + against(row.ratio), size(row.memory), count(row.flops)
+        )
     return result
 
 

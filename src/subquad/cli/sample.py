@@ -9,6 +9,7 @@ import typer
 from rich.progress import Progress
 
 from subquad.core.console import err, out
+from subquad.core.files import model_folder
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,6 +26,7 @@ def sample(
     """Draw pictures from a trained density model, value by value. A picture of 32 × 32 pixels takes minutes."""
     if png.suffix.lower() != ".png" or not png.parent.is_dir():
         raise typer.BadParameter(f"--out must be a .png file in a folder that exists, not {png}")
+    model_folder(model)
     from subquad.training.quiet import quiet
 
     quiet()

@@ -14,6 +14,7 @@ import typer
 
 from subquad.cli.train import Data
 from subquad.core.console import complain, err, out
+from subquad.core.files import model_folder
 
 Model = Annotated[Path, typer.Argument(help="Folder of a finished run, or of its model.")]
 
@@ -35,6 +36,7 @@ def evaluate(
     """Evaluate a trained model on a part of its task's data."""
     if part not in ("test", "valid", "train"):
         raise typer.BadParameter(f"--part must be test, valid or train, not {part!r}")
+    model_folder(model)  # a wrong one is refused before torch is loaded
     from subquad.training.quiet import quiet
 
     quiet()
@@ -63,6 +65,7 @@ def predict(
     """
     if text is not None and file is not None:
         raise typer.BadParameter("give either a text or --file, not both")
+    model_folder(model)  # a wrong one is refused before torch is loaded
     from subquad.training.quiet import quiet
 
     quiet()
@@ -100,6 +103,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:
     """Continue a text with a trained language model, and print it as it comes; the speed goes to standard error."""
+    model_folder(model)  # a wrong one is refused before torch is loaded
     from subquad.training.quiet import quiet
 
     quiet()

@@ -15,3 +15,13 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def model_folder(folder: Path) -> Path:
+    """The folder of a trained model, given it or that of its run."""
+    folder = folder / "model" if (folder / "model" / "task.json").exists() else folder
+    if not (folder / "task.json").exists():
+        raise FileNotFoundError(
+            f"{folder} does not contain a model that subquad trained (no task.json, no model/task.json)"
+        )
+    return folder

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+SHOWN_BY = {"attention": "subquad list", "task": "subquad tasks"}  # too many to name in an error
+
 
 def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
     """The known names most like `name`, whatever the case; a beginning counts too (w for width)."""
@@ -20,11 +22,12 @@ def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a `name` that no `kind` has."""
+    """The error for a `name` that no `kind` has: the nearest names, and all of them or the command that shows them."""
     known = list(known)
     near = nearest(name, known, 3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return ValueError(f"unknown {kind} {name!r}{hint} (available: {', '.join(known)})")
+    every = f"`{SHOWN_BY[kind]}` shows all {len(known)}" if kind in SHOWN_BY else f"available: {', '.join(known)}"
+    return ValueError(f"unknown {kind} {name!r}{hint} ({every})")
 
 
 def look_up(kind: str, name: str, table: dict[str, Any]) -> Any:

@@ -134,7 +134,9 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     """`name:a=1,b=x+y` → ("name", {"a": "1", "b": "x+y"})."""
     name, _, rest = spec.partition(":")
     given: dict[str, str] = {}
-    for item in filter(None, (piece.strip() for piece in rest.split(","))):
+    for item in (piece.strip() for piece in rest.split(",") if rest):
+        if not item:
+            raise ValueError(f"spec {spec!r} has an empty option: give option=value, comma-separated")
         key, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals or not key or not value:
             raise ValueError(f"spec {spec!r}: {item!r} is not of the form option=value")
@@ -150,13 +152,12 @@ def split_list(text: str) -> list[str]:
     for piece in (piece.strip() for piece in text.split(",")):
         if specs and "=" in piece and ":" not in piece:
             specs[-1] += f",{piece}"
-        elif piece:
+        else:
             specs.append(piece)
-    doubles = {spec for spec in specs if specs.count(spec) > 1}
-    if not specs or doubles:
-        raise ValueError(
-            f"--attention {'is empty' if not specs else f'names {doubles.pop()} twice'}: give comma-separated specs"
-        )
+    doubles = [spec for spec in specs if specs.count(spec) > 1]
+    if not all(specs) or doubles:
+        wrong = f"names {doubles[0]} twice" if all(specs) else f"{text!r} has an empty entry"
+        raise ValueError(f"--attention {wrong}: give comma-separated specs")
     return specs
 
 

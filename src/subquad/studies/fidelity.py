@@ -148,8 +148,8 @@ def trained(n: int, *, steps: int, causal: bool, seed: int) -> Sequence[Tensor]:
             hidden = torch.rand(8, n) < 0.15
             seen = text[:, :-1] if causal else text[:, :-1].masked_fill(hidden, VOCABULARY)
             scores, _ = model(seen)
-            aim = text[:, 1:] if causal else text[:, :-1].masked_fill(~hidden, -100)
-            loss = F.cross_entropy(scores.flatten(0, 1), aim.flatten())
+            target = text[:, 1:] if causal else text[:, :-1].masked_fill(~hidden, -100)
+            loss = F.cross_entropy(scores.flatten(0, 1), target.flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -96,7 +96,7 @@ class ImageDensity(Task):
         return {"vocab_size": VALUES + 1, "bos_token_id": START, "cols": 3 * self.side}
 
     def score(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return scores.next_surprise(logits[..., :VALUES], labels.masked_fill(labels == START, scores.IGNORED))
+        return scores.next_token_nll(logits[..., :VALUES], labels.masked_fill(labels == START, scores.IGNORED))
 
     def measure(self, statistics: np.ndarray) -> dict[str, float]:
         return {"bits_per_dim": scores.perplexity(statistics)["bits"]}

@@ -163,9 +163,9 @@ class Masked(Dataset):
 def mask(ids: np.ndarray, rng: np.random.Generator, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
     """(ids, labels), both (n,): some tokens hidden, and those that are to be guessed; specials are left alone."""
     chosen = (rng.random(len(ids)) < CHOSEN) & (ids >= SPECIAL)
-    fate = rng.random(len(ids))
+    draws = rng.random(len(ids))
     drawn = rng.integers(SPECIAL, vocabulary, len(ids))
-    hidden = np.where(fate < HIDDEN, MASKED, np.where(fate < HIDDEN + DRAWN, drawn, ids))
+    hidden = np.where(draws < HIDDEN, MASKED, np.where(draws < HIDDEN + DRAWN, drawn, ids))
     return np.where(chosen, hidden, ids), np.where(chosen, ids, IGNORED)
 
 

@@ -26,7 +26,7 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([right.sum(1), counted.sum(1)], 1).double()
 
 
-def surprise(logits: Tensor, labels: Tensor) -> Tensor:
+def token_nll(logits: Tensor, labels: Tensor) -> Tensor:
     """Negative log-likelihood in nats and the tokens it is of, with the hits: (nll, counted, right), (B, 3)."""
     counted = labels != IGNORED
     nll = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
@@ -34,9 +34,9 @@ def surprise(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([nll.view(labels.shape).double().sum(1), counted.sum(1).double(), right.sum(1).double()], 1)
 
 
-def next_surprise(logits: Tensor, labels: Tensor) -> Tensor:
-    """`surprise` of a causal model: position i predicts token i + 1."""
-    return surprise(logits[:, :-1], labels[:, 1:])
+def next_token_nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """`token_nll` of a causal model: position i predicts token i + 1."""
+    return token_nll(logits[:, :-1], labels[:, 1:])
 
 
 def accuracy(statistics: np.ndarray) -> dict[str, float]:
@@ -83,7 +83,7 @@ def token_accuracy(statistics: np.ndarray) -> dict[str, float]:
 
 
 def perplexity(statistics: np.ndarray) -> dict[str, float]:
-    """Of `surprise`: nats, bits and perplexity per token, pooled over all tokens, and accuracy."""
+    """Of `token_nll`: nats, bits and perplexity per token, pooled over all tokens, and accuracy."""
     nll, counted, right = statistics.sum(0)
     nats = float(nll / max(counted, 1))
     bits, accuracy = nats / math.log(2), float(right / max(counted, 1))
@@ -95,9 +95,9 @@ SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sequence": predictions,
     "pair": predictions,
     "token": hits,
-    "causal-lm": next_surprise,
-    "masked-lm": surprise,
-    "seq2seq": surprise,
+    "causal-lm": next_token_nll,
+    "masked-lm": token_nll,
+    "seq2seq": token_nll,
 }
 MEASURES: dict[str, Callable[[np.ndarray], dict[str, float]]] = {
     "sequence": accuracy,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from subquad.attention.base import Capabilities
@@ -104,18 +104,14 @@ def cases(spec: str, **options: Any) -> list[Case]:
     return [Case(spec, causal, options) for causal in wanted]
 
 
-def every_check(specs: Sequence[str]) -> Iterator[tuple[str, str, Case]]:
-    """(label, check, case): all checks with the first example of each mechanism, with the others those that options
-    can break.
+def every_check(spec: str, **options: Any) -> Iterator[tuple[str, Case]]:
+    """(check, case): all checks with the options given or the first example of the class; with its other examples
+    those that options can break.
     """
-    for spec in specs:
-        given = ":" in spec
-        for number, options in enumerate([{}] if given else mechanism(spec).examples):
-            text = ",".join(f"{k}={v}" for k, v in options.items() if not callable(v))
-            for case in cases(spec, **options):
-                for check in CHECKS:
-                    if number == 0 or check not in ONCE:
-                        yield f"{spec}:{text}{'-causal' if case.causal else ''}-{check}", check, case
+    chosen = ":" in spec or set(options) - {"causal"}
+    for number, example in enumerate([{}] if chosen else mechanism(spec).examples):
+        for case in cases(spec, **{**example, **options}):
+            yield from ((check, case) for check in CHECKS if number == 0 or check not in ONCE)
 
 
 def parametrize_with_checks(*specs: str) -> Callable:
@@ -130,7 +126,8 @@ def parametrize_with_checks(*specs: str) -> Callable:
 
         return run
 
-    params = [pytest.param(bound(check, case), id=label) for label, check, case in every_check(specs)]
+    pairs = [pair for spec in specs for pair in every_check(spec)]
+    params = [pytest.param(bound(check, case), id=f"{case.title}-{check}") for check, case in pairs]
     return pytest.mark.parametrize("check", params)
 
 
@@ -149,7 +146,8 @@ def check_attention(
         check_attention("my-mechanism", span=16, only=["fast_equals_dense"])
         check_attention(lambda causal: MyModule(2, 8, causal), definition=dense)
 
-    `options` go to the mechanism. Exceptions are the mechanism's own: `exceptions = {check: reason}`. A module that is
+    `options` go to the mechanism; without any, and without a spec that has some, the `examples` of its class are
+    checked. Exceptions are the mechanism's own: `exceptions = {check: reason}`. A module that is
     not registered comes as a function causal → module(q, k, v, key_mask=None) for 2 heads of width 8, with its
     `definition(q, k, v, key_mask, causal)` → output and what it can do (`Capabilities`). `progress` prints a line per
     check on standard error (default: on a terminal).
@@ -162,21 +160,21 @@ def check_attention(
             raise ValueError(
                 "definition is needed for a module that is not registered: (q, k, v, key_mask, causal) → out"
             )
-        found: Sequence[Any] = Foreign.cases(spec, definition, capabilities or Capabilities())
+        foreign = Foreign.cases(spec, definition, capabilities or Capabilities())
+        pairs: Iterable[tuple[str, Any]] = [(name, case) for case in foreign for name in CHECKS]
     else:
-        found = cases(spec, **options)
+        pairs = every_check(spec, **options)
     failures = []
-    for case in found:
-        for name in only or [check for check in CHECKS if check not in case.cannot]:
-            started = time.perf_counter()
-            problem = run_check(name, case)
-            if progress if progress is not None else sys.stderr.isatty():
-                seconds = time.perf_counter() - started
-                print(
-                    f"{'ok' if problem is None else 'FAILS':6}{seconds:6.1f} s  {case.title}, {name}", file=sys.stderr
-                )
-            if problem:
-                failures.append(f"{case.title}, {name}: {problem}")
+    for name, case in pairs:
+        if name in case.cannot if only is None else name not in only:
+            continue
+        started = time.perf_counter()
+        problem = run_check(name, case)
+        if progress if progress is not None else sys.stderr.isatty():
+            seconds = time.perf_counter() - started
+            print(f"{'ok' if problem is None else 'FAILS':6}{seconds:6.1f} s  {case.title}, {name}", file=sys.stderr)
+        if problem:
+            failures.append(f"{case.title}, {name}: {problem}")
     if failures:
         raise ContractError("\n".join(failures))
 

@@ -107,14 +107,18 @@ def any_layout_and_dtype(case: Case) -> None:
         close(alone, whole, 1e-12, f"gradient of {name} alone")
 
 
-def compiles(case: Case) -> None:
+def compiles(case: Case, any_length: bool | None = None) -> None:
     """torch.compile(fullgraph=True) captures one graph that gives eager's values and gradients.
 
+    The second length is captured as a symbol, for any length. That takes most of the time of the whole contract, so a
+    mechanism that has both directions is captured for any length in one of them, unless `any_length` says otherwise.
     Captured without a compiler behind it: `torch.library.opcheck` looks after what compilers ask of the operators.
     """
     module = case.make(torch.float32)
     torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    if any_length is None:
+        any_length = not (case.causal and case.able.bidirectional)
+    compiled = torch.compile(module, fullgraph=True, backend="eager", dynamic=None if any_length else False)
     for n, padded in ((9, True), (33, False)):
         mask = masks(n)[:2] if padded and case.able.padding else None
         xs = [x.requires_grad_() for x in case.inputs(n, torch.float32)]

@@ -32,7 +32,10 @@ class Case:
 
     @property
     def title(self) -> str:
-        return f"{self.spec}{' causal' if self.causal else ''}"
+        """The spec with all options, and the direction."""
+        texts = [f"{k}={v}" for k, v in self.options.items() if k != "causal" and not callable(v)]
+        given = f"{',' if ':' in self.spec else ':'}{','.join(texts)}" if texts else ""
+        return f"{self.spec}{given}{' causal' if self.causal else ''}"
 
     def make(self, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
         torch.manual_seed(0)

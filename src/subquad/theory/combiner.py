@@ -155,7 +155,7 @@ def _covers(support: Support) -> Condition:
 def _summarised(support: Support, order: Path) -> Condition:
     name, kind = "groups are summarised in a way that shows the largest id", support.abstraction
     asked = [group for plan in support.plans for group in groups_of(plan, support.n) if not is_pooled(group)]
-    if any(asking_position(group) not in group.members for group in asked):
+    if any(query_position_of(group) not in group.members for group in asked):
         return Condition(name, False, "a group is asked by a position that it does not have, in a row that is not full")
     if asked and order.order is None:
         return Condition(
@@ -175,19 +175,19 @@ def suitable_order(support: Support) -> Path:
     allowed = support.union.mask().numpy()  # (n, n), row = the later token
     for plan in support.plans:
         for group in groups_of(plan, support.n):
-            asks = asking_position(group)
-            if asks is not None and asks < support.n:
-                allowed[asks, list(group.members)] = asks == np.array(group.members)  # itself stays: no empty set
+            query = query_position_of(group)
+            if query is not None and query < support.n:
+                allowed[query, list(group.members)] = query == np.array(group.members)  # itself stays: no empty set
     counts = allowed.sum(1)
     family = Family(np.concatenate(([0], counts.cumsum())), np.nonzero(allowed)[1].astype(np.int32))
     return hamiltonian_path(family)
 
 
-def asking_position(group: Any) -> int | None:
+def query_position_of(group: Any) -> int | None:
     """The position whose query a group uses; None where it pools the queries of its members."""
     position = group.query_position
     return None if position is None or position < 0 else int(position)
 
 
 def is_pooled(group: Any) -> bool:
-    return asking_position(group) is None
+    return query_position_of(group) is None

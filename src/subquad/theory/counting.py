@@ -59,7 +59,10 @@ class Blocks:
 
 def steps_per_unit(delta: Fraction | float | str) -> int:
     """1/δ as an integer; the lemmas need δ = 1/2, 1/3, 1/4 …"""
-    exact = Fraction(delta).limit_denominator(10**6)
+    try:
+        exact = Fraction(delta).limit_denominator(10**6)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"delta must be a fraction such as 1/2 or 0.5, not {delta!r}") from None
     if exact <= 0 or exact.numerator != 1 or exact.denominator < 2:
         raise ValueError(f"delta is {delta}; 1/delta must be an integer ≥ 2 (Lemma 7)")
     return exact.denominator

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from subquad.core import memory
 from subquad.core.console import err
 from subquad.training import log
-from subquad.training.processes import any_of_them, main_process
+from subquad.training.processes import any_process, main_process
 
 TIMES = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")  # transformers' own, not shown
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -174,6 +174,6 @@ class Stopper(TrainerCallback):
                     )
 
     def on_step_end(self, args, state, control, **kwargs: Any) -> None:
-        self.stopped = any_of_them(self.stopped)  # all processes stop at the same step
+        self.stopped = any_process(self.stopped)  # all processes stop at the same step
         if self.stopped and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True

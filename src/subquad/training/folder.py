@@ -28,7 +28,7 @@ FILES = (RUN, log.FILE, log.RESULT, ERROR)
 
 
 @contextlib.contextmanager
-def opened(run: Any, versions: dict[str, str], *, resume: bool, overwrite: bool) -> Iterator[Path | None]:
+def opened(run: Any, about: dict[str, Any], *, resume: bool, overwrite: bool) -> Iterator[Path | None]:
     """Prepare the run's folder and hold its lock, in the first process; the checkpoint to resume from, or None. A
     failure inside leaves its reason in error.txt, for the comparison that asked for the run; a refusal leaves nothing.
     """
@@ -52,9 +52,9 @@ def opened(run: Any, versions: dict[str, str], *, resume: bool, overwrite: bool)
         try:
             (run.out / ERROR).unlink(missing_ok=True)
             if known and not overwrite:
-                checkpoint = _continue(run)
+                checkpoint = _continue(run, about)
             else:
-                _begin(run, versions)
+                _begin(run, about)
                 checkpoint = None
             yield checkpoint
         except Exception as error:
@@ -79,13 +79,20 @@ def _refuse_remains(out: Path, *, overwrite: bool) -> None:
     )
 
 
-def _begin(run: Any, versions: dict[str, str]) -> None:
-    about = {"command": shlex.join(run.command), "versions": versions}
+def _begin(run: Any, about: dict[str, Any]) -> None:
+    about = {"command": shlex.join(run.command), **about}
     write_atomically(run.out / RUN, json.dumps({**run.described(), **about}, indent=1))
 
 
-def _continue(run: Any) -> Path | None:
+def _continue(run: Any, about: dict[str, Any]) -> Path | None:
     """The newest intact checkpoint; the log is the one that belongs to it."""
+    before = log.read_json(run.out / RUN)
+    for what in ("threads", "versions"):  # the order of sums follows them
+        if what in before and before[what] != about[what]:
+            log.warn(
+                f"this run was started with {what} {_text(before[what])}, not {_text(about[what])}: "
+                "its last digits may differ from those of an uninterrupted run"
+            )
     checkpoint, complaints = checkpoints.newest_good(run.out)
     for complaint in complaints:
         log.warn(complaint)
@@ -93,6 +100,10 @@ def _continue(run: Any) -> Path | None:
     if complaints and checkpoint is None:
         log.warn("no intact checkpoint is left: training starts from the beginning")
     return checkpoint
+
+
+def _text(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
 def clear(out: Path) -> None:

@@ -34,7 +34,7 @@ def together() -> bool:
     return world_size() > 1 and dist.is_available() and dist.is_initialized()
 
 
-def any_of_them(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
     """Whether the flag is set in any process: all take the same decision at the same step."""
     if not together():
         return flag
@@ -44,7 +44,7 @@ def any_of_them(flag: bool) -> bool:
 
 
 @contextlib.contextmanager
-def naming_the_dead() -> Iterator[None]:
+def name_dead_processes() -> Iterator[None]:
     """When a process dies, the collectives of the others fail with a page about sockets: one line says who died."""
     if not together():
         yield

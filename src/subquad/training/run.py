@@ -32,7 +32,7 @@ from subquad.training import checkpoints, folder, log
 from subquad.training.callbacks import TIMES, Recorder, Stopper, no_progress_bars, say
 from subquad.training.connections import connections
 from subquad.training.folder import clear, was
-from subquad.training.processes import TO_RESUME, main_process, naming_the_dead, world_size
+from subquad.training.processes import TO_RESUME, main_process, name_dead_processes, world_size
 from subquad.training.trainer import Resume, RunTrainer, evaluation_seed, make_arguments, make_trainer, seeded
 
 __all__ = ["Interrupted", "Run", "check_specs", "clear", "main_process", "make_arguments", "make_model", "slug",
@@ -92,7 +92,7 @@ def train(run: Run, *, resume: bool = False, overwrite: bool = False) -> dict[st
     set_seed(run.seed)
     arguments = make_arguments(run)
     splits = run.task.load()  # before the folder is made: what cannot work leaves nothing behind, and deletes nothing
-    with no_progress_bars(), contextlib.ExitStack() as held, naming_the_dead():
+    with no_progress_bars(), contextlib.ExitStack() as held, name_dead_processes():
         checkpoint = open_everywhere(run, held, state, resume=resume, overwrite=overwrite)
         return _train(run, arguments, splits, checkpoint)
 
@@ -102,8 +102,9 @@ def open_everywhere(run: Run, held: contextlib.ExitStack, state: PartialState, *
     answer: list[Any] = [None, None]
     failure = None
     if state.is_main_process:
+        about = {"versions": versions(), "threads": torch.get_num_threads()}
         try:
-            answer[0] = held.enter_context(folder.opened(run, versions(), **how))
+            answer[0] = held.enter_context(folder.opened(run, about, **how))
         except Exception as error:
             failure, answer[1] = error, True
     answer = broadcast_object_list(answer)

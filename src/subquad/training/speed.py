@@ -7,7 +7,6 @@ with the turn of the reference in the same round.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from subquad.core.load import OtherLoad, quartiles, why_busy
 from subquad.training import log, use
 
 ROUNDS, STEPS = 7, 2  # turns of each model, steps of a turn
-BUSY = 0.15  # share of the machine that other programs may use
-WIDE = 1.5  # upper quartile / lower quartile of the ratios beyond which they say nothing
 
 
 # ---- step times of a log -------------------------------------------------------------------------------------
@@ -36,11 +34,6 @@ def seconds_at(records: Sequence[dict[str, Any]]) -> Callable[[int], float]:
             seconds.append(seconds[-1] + record["step_seconds"] * (record["step"] - steps[-1]))
             steps.append(record["step"])
     return lambda step: float(np.interp(step, steps, seconds))
-
-
-def quartiles(values: Sequence[float]) -> list[float] | None:
-    """[lower quartile, median, upper quartile]; None without values."""
-    return [float(x) for x in np.percentile(values, (25, 50, 75))] if values else None
 
 
 def training_times(logs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
@@ -85,19 +78,8 @@ def relative_costs(
     for name, own in times.items():
         ratios = [mine / base for mine, base in zip(own, times[reference], strict=True)]
         costs[name] = Cost(quartiles(own) or [], quartiles(ratios) or [])
-    busy = why_busy(load.share, costs)
+    busy = why_busy(load.share, {name: cost.ratio for name, cost in costs.items()})
     return {"reference": reference, "costs": {name: asdict(cost) for name, cost in costs.items()}, "busy": busy}
-
-
-def why_busy(share: float | None, costs: dict[str, Cost]) -> str | None:
-    """Why times measured now are not to be trusted; None if they are."""
-    if share is not None and share > BUSY:
-        return f"other programs used {100 * share:.0f} % of the machine during the measurement"
-    spreads = {name: cost.ratio[2] / cost.ratio[0] for name, cost in costs.items() if cost.ratio[0] > 0}
-    name = max(spreads, key=lambda each: spreads[each], default=None)
-    if name is not None and spreads[name] > WIDE:
-        return f"the quartiles of {name}'s relative cost are a factor of {spreads[name]:.1f} apart"
-    return None
 
 
 class TrainingStep:
@@ -121,33 +103,6 @@ class TrainingStep:
         loss.backward()
         self.optimizer.step()
         loss.item()  # waits for a GPU
-
-
-class OtherLoad:
-    """The share of all cores that other programs used meanwhile; `share` is None where the system does not tell."""
-
-    share: float | None = None
-
-    def __enter__(self) -> OtherLoad:
-        self.started = self._now()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        if self.started is None or (ended := self._now()) is None:
-            return
-        busy, own, total = (after - before for after, before in zip(ended, self.started, strict=True))
-        self.share = max(0.0, busy - own) / total if total > 0 else None
-
-    @staticmethod
-    def _now() -> tuple[float, float, float] | None:
-        """(busy seconds of all cores, of this process, all seconds of all cores), from /proc/stat."""
-        try:
-            numbers = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        except (OSError, ValueError):
-            return None
-        ticks = os.sysconf("SC_CLK_TCK")
-        idle = numbers[3] + numbers[4]  # idle and waiting for a disk
-        return (sum(numbers) - idle) / ticks, time.process_time(), sum(numbers) / ticks
 
 
 def finished_runs(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Path]]:

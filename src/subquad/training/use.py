@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import set_seed
 
+from subquad.core.files import model_folder
 from subquad.core.options import make
 from subquad.models import HEADS
 from subquad.tasks import task_class
@@ -24,11 +25,7 @@ UNFINISHED = "\ufffd"  # what decoders show of a character whose last bytes are 
 
 def load(folder: Path, data: Path | None = None) -> tuple[Any, Task]:
     """The model and the task of a run (`OUT` or `OUT/model`)."""
-    folder = folder / "model" if (folder / "model" / "task.json").exists() else folder
-    if not (folder / "task.json").exists():
-        raise FileNotFoundError(
-            f"{folder} does not contain a model that subquad trained (no task.json, no model/task.json)"
-        )
+    folder = model_folder(folder)
     if (folder / checkpoints.DIGESTS).exists() and (wrong := checkpoints.disagreement(folder)):
         raise ValueError(
             f"{folder} is damaged: {wrong} (if you changed it yourself, delete {folder / checkpoints.DIGESTS})"

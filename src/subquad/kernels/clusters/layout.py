@@ -38,9 +38,9 @@ class Layout:
         self.sizes = torch.bincount(label, minlength=g * clusters)  # (G·C,)
         self.starts = self.sizes.cumsum(0) - self.sizes
         self.real = torch.cat((real.flatten(), real.new_zeros(1)))  # (N + 1,)
-        self._stand(order[self.real[order]])
+        self._place_members(order[self.real[order]])
 
-    def _stand(self, members: Tensor) -> None:
+    def _place_members(self, members: Tensor) -> None:
         """Where the summaries stand. members: the tokens that count, by cluster.
 
         The summary at token p stands for its cluster before time end[p] (causal: from p on), at padding never.
@@ -55,13 +55,13 @@ class Layout:
         if self.causal:
             self.end[members[again]] = following[again] % self.n
 
-    def own(self, last_asks: bool) -> Iterator[Tiles]:
-        """Every token to its cluster, causal up to itself; `last_asks`: only the last of each cluster, to all of it."""
+    def own(self, last_query_only: bool) -> Iterator[Tiles]:
+        """Every token to its cluster, causal up to itself; `last_query_only`: the last of a cluster, to all of it."""
         blocks = -(-self.sizes // ROWS)  # (G·C,)
-        counts = blocks.clamp(max=1) if last_asks else blocks
+        counts = blocks.clamp(max=1) if last_query_only else blocks
         owner = torch.arange(len(blocks), device=blocks.device).repeat_interleave(counts)  # (tiles,)
         number = torch.arange(len(owner), device=blocks.device) - (counts.cumsum(0) - counts)[owner]
-        upward = self.causal and not last_asks
+        upward = self.causal and not last_query_only
         width, by_width = (number + 1 if upward else blocks[owner]).sort(stable=True)
         place = torch.arange(ROWS, device=blocks.device)
         widths, repeats = (x.tolist() for x in width.unique_consecutive(return_counts=True))
@@ -71,7 +71,9 @@ class Layout:
             for tiles in same.split(max(1, BATCH // (ROWS * ROWS * w))):
                 who = owner[tiles]
                 rows = (
-                    self.last[who][:, None] if last_asks else self._tokens(who, number[tiles][:, None] * ROWS + place)
+                    self.last[who][:, None]
+                    if last_query_only
+                    else self._tokens(who, number[tiles][:, None] * ROWS + place)
                 )
                 keys = self._tokens(who, reach)
                 hidden = ~self.real[keys][:, None]  # (S, 1, M)
@@ -114,8 +116,8 @@ class Layout:
         before = torch.cat((before.new_full((g, 1, self.clusters), -1), before[:, :-1]), 1)
         return torch.where(before < 0, self.total, before)
 
-    def tiles(self, last_asks: bool, summaries: bool) -> Iterator[tuple[Tiles, int]]:
+    def tiles(self, last_query_only: bool, summaries: bool) -> Iterator[tuple[Tiles, int]]:
         """All tiles, and which keys they are about: 0 the tokens, 1 the summaries."""
-        yield from ((tiles, 0) for tiles in self.own(last_asks))
+        yield from ((tiles, 0) for tiles in self.own(last_query_only))
         if summaries:
             yield from ((tiles, 1) for tiles in self.others())

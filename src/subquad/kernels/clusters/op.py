@@ -38,7 +38,7 @@ def cluster_attention(
     *,
     causal: bool,
     scale: float,
-    last_asks: bool = False,
+    last_query_only: bool = False,
     dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
@@ -46,12 +46,13 @@ def cluster_attention(
 
     q (G, n, d); keys, values: those of the tokens and, where wanted, those of the summaries that stand at the tokens,
     (G, n, d) each; `where`: order (G·n,) sorts all tokens by sequence, cluster and time; cluster int64 and real bool
-    (G, n). `last_asks`: a query only at the last token of each cluster, which sees all of it. Who sees nothing gets 0.
+    (G, n). `last_query_only`: only the last token of each cluster has a query, which sees all of it. Who sees nothing
+    gets 0.
     """
     if dropout and seed is None:
         raise TypeError("seed must be an int64 tensor where dropout > 0, not None")
     seed = seed if dropout else None
-    return attention_op(q, keys, values, *where, seed, clusters, causal, last_asks, scale, dropout)[0]
+    return attention_op(q, keys, values, *where, seed, clusters, causal, last_query_only, scale, dropout)[0]
 
 
 @prefix_op.register_fake
@@ -65,7 +66,7 @@ def _(grad, x, out, cluster, real, clusters, is_max):
 
 
 @attention_op.register_fake
-def _(q, keys, values, order, cluster, real, seed, clusters, causal, last_asks, scale, dropout):
+def _(q, keys, values, order, cluster, real, seed, clusters, causal, last_query_only, scale, dropout):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2])
 
 
@@ -101,8 +102,8 @@ attention_op.register_autograd(_attention_grad, setup_context=_save_attention)
 
 
 @register_flop_formula(torch.ops.subquad.cluster_attention, get_raw=True)
-def _flops(q, keys, values, order, cluster, real, seed, clusters, causal, last_asks, *args, **kwargs) -> int:
-    found = Layout(order, cluster, real, clusters, causal).tiles(last_asks, bool(keys[1:]))
+def _flops(q, keys, values, order, cluster, real, seed, clusters, causal, last_query_only, *args, **kwargs) -> int:
+    found = Layout(order, cluster, real, clusters, causal).tiles(last_query_only, bool(keys[1:]))
     pairs = (t.hidden.shape[0] * t.rows.shape[1] * t.keys.shape[1] for t, _ in found)
     return 4 * q.shape[2] * sum(pairs)
 

@@ -26,7 +26,7 @@ def attention(
     seed: Tensor | None,
     clusters: int,
     causal: bool,
-    last_asks: bool,
+    last_query_only: bool,
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def attention(
     layout, dropped = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
     flat, tokens = _flat(q), [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
     out, lse = q.new_zeros(g * n + 1, d), q.new_full((g * n + 1,), -torch.inf)  # the last one is nobody's
-    for tiles, source in layout.tiles(last_asks, bool(keys[1:])):
+    for tiles, source in layout.tiles(last_query_only, bool(keys[1:])):
         k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
         p, here = _softmax(tiles, _take(flat, tiles.rows), k, scale)
         _absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
@@ -55,7 +55,7 @@ def attention_backward(
     seed: Tensor | None,
     clusters: int,
     causal: bool,
-    last_asks: bool,
+    last_query_only: bool,
     scale: float,
     dropout: float,
 ) -> list[Tensor]:
@@ -67,7 +67,7 @@ def attention_backward(
     dq, *dkv = found
     flat, upstream = _flat(q), _flat(grad)
     tokens = [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
-    for tiles, source in layout.tiles(last_asks, bool(keys[1:])):
+    for tiles, source in layout.tiles(last_query_only, bool(keys[1:])):
         k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
         a, g = _take(flat, tiles.rows), _take(upstream, tiles.rows)  # (S, R, d)
         p, here = _softmax(tiles, a, k, scale)

@@ -87,7 +87,7 @@ def _backward_row(row, grad, edge, drop, scale, ste, gate):
         ds = a * (grad[j] - delta)
         if ste == _DIFFERENCE:
             alone = edge[j] and edges == 1  # without it nothing is left: out = 0
-            gate[j] = grad[j] if alone else _worth(a, edge[j], row[j], top, total, one, rest) * (grad[j] - delta)
+            gate[j] = grad[j] if alone else _edge_weight(a, edge[j], row[j], top, total, one, rest) * (grad[j] - delta)
         else:
             gate[j] = min(one, max(-one, ds)) if ste == _PUBLISHED else ds * row[j]
         row[j] = ds * scale
@@ -97,7 +97,7 @@ def _backward_row(row, grad, edge, drop, scale, ste, gate):
 
 
 @inline
-def _worth(a, edge, s, top, total, one, rest):
+def _edge_weight(a, edge, s, top, total, one, rest):
     """How far an edge moves the output along v_j - out: r / (1 - r) where it is there, r / (1 + r) where it is not."""
     if edge:
         return a / max(one - a, rest)

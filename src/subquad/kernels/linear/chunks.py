@@ -29,7 +29,7 @@ def divide(total: Tensor, den: Tensor) -> Tensor:
     return total.div_(den[..., None].masked_fill(empty, 1)).masked_fill_(empty, 0)
 
 
-def pull(grad: Tensor, out: Tensor, den: Tensor) -> tuple[Tensor, Tensor]:
+def divided_gradients(grad: Tensor, out: Tensor, den: Tensor) -> tuple[Tensor, Tensor]:
     """g (G, n, d) and h (G, n) of the backward."""
     g = divide(grad.clone(memory_format=torch.contiguous_format), den)
     return g, -(g * out).sum(-1)
@@ -47,7 +47,7 @@ def whole_forward(a: Tensor, b: Tensor, v: Tensor, normalise: bool) -> tuple[Ten
 
 
 def whole_backward(grad: Tensor, a: Tensor, b: Tensor, v: Tensor, out: Tensor, den: Tensor, normalise: bool):
-    g, h = pull(grad, out, den) if normalise else (grad, None)
+    g, h = divided_gradients(grad, out, den) if normalise else (grad, None)
     past, ahead = b.mT @ v, a.mT @ g  # (G, f, d)
     da, db, dv = g @ past.mT, v @ ahead.mT, b @ ahead
     if h is not None:
@@ -107,7 +107,7 @@ def causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     n, (da, db, dv) = a.shape[1], (torch.empty_like(t) for t in (a, b, v))
     for rows in _slabs(a):
-        g, h = pull(grad[rows], out[rows], den[rows]) if normalise else (grad[rows], None)
+        g, h = divided_gradients(grad[rows], out[rows], den[rows]) if normalise else (grad[rows], None)
         g = _chunked(g)
         x, y, z = (_chunked(t[rows]) for t in (a, b, v))
         decay = None if scales is None else _Decay.of(_chunked_scales(scales[rows]))

@@ -133,8 +133,8 @@ mixture_backward.register_autograd(_no_second_derivative)
 
 
 def _pairs(support: str, sources: list[int], n: int) -> int:
-    whichs = (SHARED, *(f"groups:{m}" for m in range(len(sources))))
-    return sum(plan_of(support, int(n), which).pairs for which in whichs)
+    plans = (SHARED, *(f"groups:{m}" for m in range(len(sources))))
+    return sum(plan_of(support, int(n), which).pairs for which in plans)
 
 
 @register_flop_formula(torch.ops.subquad.mixture, get_raw=True)

@@ -71,5 +71,5 @@ def binary_nodes(x: Tensor, kind: str) -> Tensor:
         return x
     left, right = x[:, :, 0 : 2 * pairs : 2], x[:, :, 1::2]  # (B, H, n // 2, d)
     above = binary_nodes(torch.maximum(left, right) if kind == "max" else left + right, kind)
-    woven = torch.stack((left, above), 3).flatten(2, 3)
-    return woven if 2 * pairs == x.shape[2] else torch.cat((woven, x[:, :, -1:]), 2)
+    interleaved = torch.stack((left, above), 3).flatten(2, 3)
+    return interleaved if 2 * pairs == x.shape[2] else torch.cat((interleaved, x[:, :, -1:]), 2)

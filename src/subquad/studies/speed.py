@@ -1,0 +1,178 @@
+"""What every mechanism costs beside full attention: time, memory and the length from which it is faster.
+
+    subquad study speed --json docs/results/speed.json --write README.md --write docs/performance.md
+
+Every mechanism with its default options, in every direction it has, forward and forward + backward, over the length.
+Measured in pieces that `subquad bench` could measure too (a few mechanisms against full attention in one process), each
+kept at once: run the same command again to continue. A piece that was measured on a busy machine is measured again.
+
+    break-even   the length from which a mechanism is faster than full attention at all longer lengths measured;
+                 between two measured lengths, log(ratio) is taken to be linear in log(n)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from subquad import bench
+from subquad.attention.registry import available, for_length
+from subquad.bench import FULL, Setting
+from subquad.studies import tables
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+GROUP = 6  # mechanisms that share a piece
+
+
+class Piece(NamedTuple):
+    """What is measured in one go: some mechanisms against full attention at one length."""
+
+    specs: tuple[str, ...]
+    n: int
+    causal: bool
+    backward: bool
+    memory: bool  # the memory of a step, else its time
+
+    def parts(self) -> list[tuple]:
+        return [(spec, self.n, self.causal, self.backward) for spec in self.specs]
+
+
+def pieces(names: Sequence[str], lengths: Sequence[int]) -> Iterator[Piece]:
+    """All of them: times at every length, and the memory of forward + backward at the longest."""
+    for causal in (False, True):
+        able = [name for name in names if name != FULL and _can(name, causal)]
+        groups = [tuple(able[i : i + GROUP]) for i in range(0, len(able), GROUP)]
+        for backward in (False, True):
+            for n in lengths:
+                yield from (Piece(group, n, causal, backward, False) for group in groups)
+        yield from (Piece(group, max(lengths), causal, True, True) for group in groups)
+
+
+def _can(name: str, causal: bool) -> bool:
+    """Does it have this direction, and do without options?"""
+    try:
+        for_length(name, 64, causal=causal, num_heads=2, head_dim=8)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def measure(piece: Piece, setting: Setting, repeats: int, kept: dict[tuple, dict[str, Any]]) -> None:
+    """Measure a piece into `kept`: (spec, n, causal, backward) → a row."""
+    about = {"causal": piece.causal, "backward": piece.backward}
+    now = Setting(**{**asdict(setting), **about})
+    if not piece.memory:
+        *_, rows = bench.measure(piece.specs, [piece.n], now, repeats=repeats, memory=False)
+        why = bench.busy(rows)
+        for row in rows:
+            if row.spec != FULL:
+                old = kept.get((row.spec, row.n, piece.causal, piece.backward), {})
+                memory = {key: old.get(key) for key in ("memory", "full_memory")}
+                kept[row.spec, row.n, piece.causal, piece.backward] = {**asdict(row), **memory, **about, "busy": why}
+        return
+    full: dict[str, int] = {}
+    for key in piece.parts():
+        level = bench.level_of(key[0])
+        if level not in full:
+            full[level] = bench.peak_memory(FULL, level, piece.n, now)
+        kept[key]["memory"] = bench.peak_memory(key[0], level, piece.n, now)
+        kept[key]["full_memory"] = full[level]
+
+
+def missing(piece: Piece, kept: dict[tuple, dict[str, Any]]) -> bool:
+    rows = [kept.get(key) for key in piece.parts()]
+    if piece.memory:
+        return all(rows) and any(row and row["memory"] is None for row in rows)
+    return any(row is None or row["busy"] for row in rows)
+
+
+def _measured(piece: Piece, kept: dict[tuple, dict[str, Any]]) -> bool:
+    return not piece.memory and all(key in kept for key in piece.parts())
+
+
+def run(
+    path: Path,
+    setting: Setting,
+    *,
+    names: Sequence[str] | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    repeats: int = 3,
+    minutes: float = math.inf,
+    tell: Callable[[str], None] = lambda text: None,
+) -> bool:
+    """Measure what the file does not have yet; True when nothing is missing. Stops after about `minutes`."""
+    started = time.monotonic()
+    kept = read(path, setting)
+    todo = sorted(pieces(names or available(), lengths), key=lambda piece: _measured(piece, kept))  # the new ones first
+    for number, piece in enumerate(todo, 1):
+        if not missing(piece, kept):
+            continue
+        if (time.monotonic() - started) / 60 > minutes:
+            return False
+        way = f"{'causal' if piece.causal else 'bidirectional'} {'forward + backward' if piece.backward else 'forward'}"
+        what = "memory" if piece.memory else "time"
+        tell(f"{number}/{len(todo)}: {what} at n = {piece.n:,}, {way}: {', '.join(piece.specs)}")
+        measure(piece, setting, repeats, kept)
+        write(path, setting, kept)
+    return not any(missing(piece, kept) for piece in todo)
+
+
+def read(path: Path, setting: Setting) -> dict[tuple, dict[str, Any]]:
+    """The rows of a file, which must be of this machine, these versions and this setting."""
+    if not path.exists():
+        return {}
+    found, now = json.loads(path.read_text()), bench.report([], setting)
+    for key in ("versions", "machine", "setting"):
+        if found[key] != _shared(now)[key]:
+            raise ValueError(f"{path} was measured with other {key} ({found[key]}): delete it to measure again")
+    return {(row["spec"], row["n"], row["causal"], row["backward"]): row for row in found["rows"]}
+
+
+def write(path: Path, setting: Setting, kept: dict[tuple, dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    bench.write(path, {**_shared(bench.report([], setting)), "rows": list(kept.values())})
+
+
+def _shared(report: dict[str, Any]) -> dict[str, Any]:
+    """The circumstances that all rows share."""
+    setting = {key: value for key, value in report["setting"].items() if key not in ("causal", "backward")}
+    return {"versions": report["versions"], "machine": report["machine"], "setting": setting}
+
+
+def show(
+    path: Annotated[Path, typer.Option("--json", help="File that keeps the results.")] = Path("speed.json"),
+    write: Annotated[
+        list[Path] | None, typer.Option("--write", help="Bring the tables in this Markdown file up to date.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Stop after about this many minutes.")] = math.inf,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time counts.")] = 3,
+    comparison: Annotated[
+        Path | None, typer.Option(help="Keep the results of this comparison.json beside the others, as run.json.")
+    ] = None,
+    measured: Annotated[bool, typer.Option("--measured", help="Measure nothing, only write the tables.")] = False,
+) -> None:
+    """Time and memory of every mechanism over the length, and the length from which it is faster than full attention.
+
+    Run the same command again to continue. Without limits it takes about half an hour on 2 cores.
+    """
+    if not measured:
+        done = run(path, Setting(), repeats=repeats, minutes=minutes, tell=lambda text: print(text, flush=True))
+        left = "all is measured" if done else "some is not measured yet, or was on a busy machine: run it again"
+        print(f"results: {path} ({left})")
+    if comparison is not None:
+        tables.keep_comparison(comparison, path.parent)
+    for each in write or ():
+        tables.update(each, path.parent)
+        print(f"tables: {each}")
+
+
+def add_to(app) -> None:
+    """The command `subquad study speed`."""
+    app.command("speed")(show)
