@@ -6,7 +6,8 @@ logsumexp. Tokens are numbered through all sequences; behind the last one stands
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from subquad.core.hashing import dropout_seed, ranks, streams
 from subquad.kernels.clusters.layout import Layout, Tiles
 from subquad.kernels.dropout import dropout_blocks
+
+ALONE = -1e5  # added to the score of a token with itself where it should count only if there is nobody else
 
 
 def attention(
@@ -29,13 +32,15 @@ def attention(
     last_asks: bool,
     scale: float,
     dropout: float,
+    chunk: int,
+    avoid_self: bool,
 ) -> tuple[Tensor, Tensor]:
     """out (G, n, d) and its logsumexp (G, n), -inf where a query sees nothing."""
     g, n, d = q.shape
-    layout, dropped = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
+    layouts, dropped = rounds(order, cluster, real, clusters, causal, chunk, avoid_self), _dropout(seed, dropout, real)
     flat, tokens = _flat(q), [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
     out, lse = q.new_zeros(g * n + 1, d), q.new_full((g * n + 1,), -torch.inf)  # the last one is nobody's
-    for tiles, source in layout.tiles(last_asks, bool(keys[1:])):
+    for tiles, source in (pair for layout in layouts for pair in layout.tiles(last_asks, bool(keys[1:]))):
         k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
         p, here = _softmax(tiles, _take(flat, tiles.rows), k, scale)
         _absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
@@ -58,16 +63,18 @@ def attention_backward(
     last_asks: bool,
     scale: float,
     dropout: float,
+    chunk: int,
+    avoid_self: bool,
 ) -> list[Tensor]:
     """Gradients of q, of all keys, of all values: with p = exp(s - lse), ds = p·(grad·v - grad·out)."""
-    layout, dropped = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
+    layouts, dropped = rounds(order, cluster, real, clusters, causal, chunk, avoid_self), _dropout(seed, dropout, real)
     delta = torch.cat(((grad * out).sum(-1).flatten(), grad.new_zeros(1)))[:, None]  # (N + 1, 1)
     lse = torch.cat((lse.masked_fill(lse == -torch.inf, torch.inf).flatten(), lse.new_full((1,), torch.inf)))[:, None]
     found = [x.new_zeros(x.shape[0] * x.shape[1] + 1, x.shape[2]) for x in (q, *keys, *values)]
     dq, *dkv = found
     flat, upstream = _flat(q), _flat(grad)
     tokens = [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
-    for tiles, source in layout.tiles(last_asks, bool(keys[1:])):
+    for tiles, source in (pair for layout in layouts for pair in layout.tiles(last_asks, bool(keys[1:]))):
         k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
         a, g = _take(flat, tiles.rows), _take(upstream, tiles.rows)  # (S, R, d)
         p, here = _softmax(tiles, a, k, scale)
@@ -79,6 +86,12 @@ def attention_backward(
         _add(dkv[source], tiles.keys, torch.bmm(ds.mT, a))
         _add(dkv[len(keys) + source], tiles.keys, torch.bmm(p.mT, g))
     return [x[:-1].view(like.shape) for x, like in zip(found, (q, *keys, *values), strict=True)]
+
+
+def rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any) -> Iterator[Layout]:
+    """One layout per round: order (N,) or (R, N), cluster (G, n) or (R, G, n)."""
+    for own in zip(order.view(-1, real.numel()), cluster.view(-1, *real.shape), strict=True):
+        yield Layout(*own, real, *about)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -108,6 +121,8 @@ def _softmax(tiles: Tiles, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, 
     """
     hidden = tiles.hidden.to(q.dtype).mul_(torch.finfo(q.dtype).min).mul_(2)  # 0 or -inf, faster than masked_fill_
     s = torch.baddbmm(hidden, q, k.mT, alpha=scale)
+    if tiles.selves is not None:
+        s.scatter_add_(-1, tiles.selves[..., None], s.new_full((*tiles.selves.shape, 1), ALONE))
     top = s.amax(-1, keepdim=True)
     empty = top == -torch.inf
     s[..., :1].masked_fill_(empty, 0)

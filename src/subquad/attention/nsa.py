@@ -1,0 +1,231 @@
+"""Native sparse attention (Yuan et al. 2025): compressed blocks, selected blocks and a window, each gated.
+
+    out_i = Σ_c g_i^c · attention(q_i, K^c_i, V^c_i)          c: compressed, selected, window; g_i = σ(q_i W_g + b_g)
+
+    compressed   k̃_t = MLP(k_{ts} … k_{ts+l-1}), ṽ_t alike: blocks of l = `compress` tokens, one every s = `stride`
+    selected     `topk` blocks of `block` tokens: the first, the own and the one before it, and those with the largest
+                 sum of the compressed softmax over the compressed blocks that touch it
+    window       the last `window` tokens
+    O(n·(topk·block + window) + n²/stride)
+
+Only complete compressed blocks are seen, and within the own block only what is not ahead; it is causal only. The MLP
+has one hidden layer of head_dim units, with positions inside a block added before it, shared by the heads. The choice
+of blocks has no gradient.
+
+Choices. The three branches share k and v (the paper gives each its own projections), and the gates are read from q, not
+from the token. Every head chooses its own blocks; the paper lets the heads that share keys choose together. Padding is
+0 for the MLP, and a compressed block without tokens does not exist. Dropout drops a key or a compressed block for all
+queries of a head at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.attention.base import Call, Capabilities
+from subquad.attention.full import drop_keys
+from subquad.attention.outputs import OutputAttention, within_rows
+from subquad.core.options import Options as BaseOptions
+from subquad.core.options import option
+from subquad.kernels.merge import merge_attention
+from subquad.kernels.pools import spans_with_members
+from subquad.kernels.selected import selected_attention
+from subquad.supports.patterns import Longformer
+from subquad.supports.support import text_of
+
+
+class BlockMLP(nn.Module):
+    """Blocks of l vectors (…, l, d) → vectors (…, d)."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(length, width))
+        self.hidden = nn.Linear(length * width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + self.positions.to(x.dtype)).flatten(-2)
+        hidden = F.linear(x, self.hidden.weight.to(x.dtype), self.hidden.bias.to(x.dtype)).relu()
+        return F.linear(hidden, self.out.weight.to(x.dtype), self.out.bias.to(x.dtype))
+
+
+class NSA(OutputAttention):
+    __doc__ = __doc__
+
+    capabilities = Capabilities(bidirectional=False, weights=False)
+    family = "selected blocks"
+    paper = "Yuan et al. 2025"
+    cost = "n·(topk·block + window) + n²/stride"
+    exponent = 2.0
+    data_dependent = True
+    sparse = True
+    examples = (
+        {"compress": 4, "stride": 2, "block": 4, "topk": 4, "window": 5},
+        {"compress": 4, "stride": 4, "block": 8, "topk": 3, "window": 3},
+    )
+    gallery = {"compress": 4, "stride": 2, "block": 4, "topk": 4, "window": 9}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(BaseOptions):
+        compress: int = option(32, "tokens of a compressed block, a multiple of stride", ge=1)
+        stride: int = option(16, "tokens from one compressed block to the next", ge=1)
+        block: int = option(64, "tokens of a selected block, a multiple of stride", ge=1)
+        topk: int = option(16, "how many blocks a query selects, the first and the last two included", ge=1)
+        window: int = option(512, "tokens of the window, the query included", ge=1)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name in ("compress", "block"):
+                if getattr(self, name) % self.stride:
+                    raise ValueError(f"{name} must be a multiple of stride={self.stride}, not {getattr(self, name)}")
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        h, d = options.num_heads, options.head_dim
+        self.compress_keys = BlockMLP(options.compress, d)
+        self.compress_values = BlockMLP(options.compress, d)
+        self.gates = nn.Parameter(torch.zeros(h, d, 3))
+        self.gate_bias = nn.Parameter(torch.zeros(h, 3))
+        self.sliding = text_of(Longformer(causal=True, window=2 * (options.window - 1)))
+
+    # ---- the fast path ----
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        kind, work, o = q.dtype, torch.promote_types(q.dtype, torch.float32), self.options
+        q, k, v = q.to(work), k.to(work), v.to(work)
+        gates = (q @ self.gates.to(work) + self.gate_bias.to(work)[:, None]).sigmoid()  # (B, H, n, 3)
+        coarse, weights = self._compressed(q, k, v, call)
+        v = drop_keys(v, call)
+        about: dict[str, Any] = {"lengths": call.lengths, "scale": o.softmax_scale}
+        chosen = self._choose(weights.detach(), call)
+        fine = selected_attention(q, k, v, chosen, block=o.block, key_mask=call.key_mask, **about)
+        near = merge_attention(q, [k], [v], self.sliding, "union", q.shape[2], valid=[call.exists], **about)
+        out = gates[..., :1] * coarse + gates[..., 1:2] * fine + gates[..., 2:] * near
+        return within_rows(out, call).to(kind)
+
+    def _compressed(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """The output of the compressed branch (B, H, n, d), and its weights (B, H, n, T)."""
+        o, n = self.options, q.shape[2]
+        count = max(0, (n - o.compress) // o.stride + 1)  # complete blocks
+        if not count:
+            return torch.zeros_like(q), q.new_zeros(*q.shape[:3], 0)
+        keys, values = (
+            mlp(x.unfold(2, o.compress, o.stride).mT)  # (B, H, T, l, d) → (B, H, T, d)
+            for mlp, x in ((self.compress_keys, k), (self.compress_values, v))
+        )
+        end = torch.arange(count, device=q.device) * o.stride + o.compress - 1
+        seen = end <= torch.arange(n, device=q.device)[:, None]  # (n, T)
+        if call.key_mask is not None:
+            seen = seen & call.key_mask.unfold(1, o.compress, o.stride).any(-1)[:, None, None]  # (B, 1, n, T)
+        scores = (q @ keys.mT * o.softmax_scale).masked_fill(~seen, torch.finfo(q.dtype).min)
+        weights = scores.softmax(-1) * seen
+        if call.dropout:
+            assert call.seed is not None
+            values = drop_keys(values, call._replace(key_mask=None, seed=call.seed + 1))
+        return weights @ values, weights
+
+    def _choose(self, weights: Tensor, call: Call) -> Tensor:
+        """The blocks beside the own one, int64 (B, H, n, t), -1 = none. weights (B, H, n, T) without a gradient."""
+        o, n = self.options, weights.shape[2]
+        count = -(-n // o.block)
+        importance = self._importance(weights, count)  # (B, H, n, N)
+        own = torch.arange(n, device=weights.device)[:, None] // o.block
+        number = torch.arange(count, device=weights.device)
+        importance = importance + self._forced * ((number == 0) | (number == own - 1))
+        allowed = number < own  # (n, N)
+        if call.key_mask is not None:
+            allowed = allowed & spans_with_members(call.key_mask, o.block)[:, :, None]  # (B, 1, n, N)
+        if call.lengths is not None:
+            inside = torch.arange(n, device=weights.device) < call.lengths[:, None]  # (B, n)
+            allowed = allowed & inside[:, None, :, None]
+        best = importance.masked_fill(~allowed, -torch.inf).topk(min(o.topk - 1, count), -1)
+        return best.indices.masked_fill(best.values == -torch.inf, -1)
+
+    @property
+    def _forced(self) -> float:
+        """The importance of a block that is always selected: more than all pieces of compressed blocks have."""
+        return 2.0 * self.options.compress / self.options.stride
+
+    def _importance(self, weights: Tensor, count: int) -> Tensor:
+        """The compressed weights that touch each block, (B, H, n, T) → (B, H, n, N)."""
+        o, blocks = self.options, weights.shape[-1]
+        touch = torch.zeros(blocks, count, dtype=weights.dtype, device=weights.device)
+        start = torch.arange(blocks, device=weights.device) * o.stride
+        for piece in range(0, o.compress, o.stride):  # compressed blocks are made of pieces of `stride` tokens
+            touch.scatter_add_(1, ((start + piece) // o.block)[:, None], torch.ones_like(touch[:, :1]))
+        return weights @ touch
+
+    # ---- the definition ----
+
+    def define_output(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        n, o = q.shape[2], self.options
+        real = torch.ones(len(q), n, dtype=torch.bool, device=q.device) if call.key_mask is None else call.key_mask
+        gates = (
+            torch.einsum("bhnd,hdc->bhnc", q, self.gates.to(q.dtype)) + self.gate_bias.to(q.dtype)[:, None]
+        ).sigmoid()
+        rows = []
+        for b in range(len(q)):
+            blocks = [t for t in range(0, n - o.compress + 1, o.stride) if real[b, t : t + o.compress].any()]
+            coarse, fine, near = (torch.zeros_like(q[b]) for _ in range(3))
+            keys = [self.compress_keys(k[b, :, t : t + o.compress]) for t in blocks]  # (H, d) each
+            values = [self.compress_values(v[b, :, t : t + o.compress]) for t in blocks]
+            for i in range(n):
+                done = [t for t, start in enumerate(blocks) if start + o.compress <= i + 1]
+                weights = q.new_zeros(q.shape[1], len(done))
+                if done:
+                    scores = torch.stack([(q[b, :, i] * keys[t]).sum(-1) for t in done], -1) * o.softmax_scale
+                    weights = scores.softmax(-1)  # (H, T)
+                    coarse[:, i] = sum(weights[:, t, None] * values[t] for t in done)  # type: ignore[assignment]
+                near[:, i] = self._over(q, k, v, b, i, real[b] & self._recent(n, i))
+                for h in range(q.shape[1]):
+                    seen = self._selected(weights[h].detach(), [blocks[t] for t in done], i, real[b])
+                    fine[h, i] = self._over(q, k, v, b, i, real[b] & seen)[h]
+            rows.append(gates[b, ..., :1] * coarse + gates[b, ..., 1:2] * fine + gates[b, ..., 2:] * near)
+        return torch.stack(rows)
+
+    def _recent(self, n: int, i: int) -> Tensor:
+        j = torch.arange(n)
+        return (j <= i) & (j > i - self.options.window)
+
+    def _selected(self, weights: Tensor, starts: list[int], i: int, real: Tensor) -> Tensor:
+        """Which tokens the selected blocks of query i have, bool (n,); weights (T,), of the blocks at `starts`."""
+        o, own = self.options, i // self.options.block
+        importance = {}
+        for number in range(own):
+            tokens = range(number * o.block, (number + 1) * o.block)
+            if not real[tokens.start : tokens.stop].any():
+                continue
+            pieces = [(w, s + p) for w, s in zip(weights, starts, strict=True) for p in range(0, o.compress, o.stride)]
+            importance[number] = sum(float(w) for w, place in pieces if place in tokens)
+            importance[number] += self._forced * (number in (0, own - 1))
+        seen = torch.zeros(len(real), dtype=torch.bool)
+        seen[own * o.block : i + 1] = True
+        for number in sorted(importance, key=lambda c: -importance[c])[: o.topk - 1]:
+            seen[number * o.block : (number + 1) * o.block] = True
+        return seen
+
+    def _over(self, q: Tensor, k: Tensor, v: Tensor, b: int, i: int, seen: Tensor) -> Tensor:
+        """Softmax attention of query i over some tokens, (H, d); 0 over none."""
+        if not seen.any():
+            return torch.zeros_like(q[b, :, i]) * q[b, :, i]
+        scores = (k[b, :, seen] @ q[b, :, i, :, None])[..., 0] * self.options.softmax_scale  # (H, tokens)
+        return (scores.softmax(-1)[:, None] @ v[b, :, seen])[:, 0]
+
+    # ---- pictures and counts ----
+
+    def picture(self, n: int) -> Tensor:
+        """The window, the first block and the last two; the other selected blocks depend on q and k."""
+        i, j, o = torch.arange(n)[:, None], torch.arange(n), self.options
+        own = i // o.block
+        direct = (i - j < o.window) | (j // o.block >= own - 1) | (j < o.block)
+        return torch.where(direct, 1, 2) * self.support(n)
+
+    def connections(self, n: int) -> float:
+        o = self.options
+        fine = sum(min(o.topk - 1, i // o.block) * o.block + i % o.block + 1 for i in range(n))
+        return float(fine + n * min(o.window, n) + n * (n // o.stride) / 2)
