@@ -139,7 +139,7 @@ class NSA(OutputAttention):
         importance = importance + self._forced * ((number == 0) | (number == own - 1))
         allowed = number < own  # (n, N)
         if call.key_mask is not None:
-            allowed = allowed & spans_with_members(call.key_mask, o.block)[:, :, None]  # (B, 1, n, N)
+            allowed = allowed & spans_with_members(call.key_mask, o.block)[:, :, None, :count]  # (B, 1, n, N)
         if call.lengths is not None:
             inside = torch.arange(n, device=weights.device) < call.lengths[:, None]  # (B, n)
             allowed = allowed & inside[:, None, :, None]
@@ -153,12 +153,12 @@ class NSA(OutputAttention):
 
     def _importance(self, weights: Tensor, count: int) -> Tensor:
         """The compressed weights that touch each block, (B, H, n, T) → (B, H, n, N)."""
-        o, blocks = self.options, weights.shape[-1]
-        touch = torch.zeros(blocks, count, dtype=weights.dtype, device=weights.device)
-        start = torch.arange(blocks, device=weights.device) * o.stride
-        for piece in range(0, o.compress, o.stride):  # compressed blocks are made of pieces of `stride` tokens
-            touch.scatter_add_(1, ((start + piece) // o.block)[:, None], torch.ones_like(touch[:, :1]))
-        return weights @ touch
+        o, pieces = self.options, self.options.compress // self.options.stride
+        # compressed blocks and selected ones are made of pieces of `stride` tokens
+        parts = [F.pad(weights, (shift, pieces - 1 - shift)) for shift in range(pieces)]
+        total = torch.stack(parts).sum(0)[..., : count * o.block // o.stride]  # (B, H, n, pieces of the sequence)
+        total = F.pad(total, (0, count * o.block // o.stride - total.shape[-1]))
+        return total.unflatten(-1, (count, -1)).sum(-1)
 
     # ---- the definition ----
 

@@ -16,8 +16,6 @@ from subquad.core.hashing import dropout_seed, ranks, streams
 from subquad.kernels.clusters.layout import Layout, Tiles
 from subquad.kernels.dropout import dropout_blocks
 
-ALONE = -1e5  # added to the score of a token with itself where it should count only if there is nobody else
-
 
 def attention(
     q: Tensor,
@@ -44,7 +42,8 @@ def attention(
         k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
         p, here = _softmax(tiles, _take(flat, tiles.rows), k, scale)
         _absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
-    return out[:-1].view(g, n, d), lse[:-1].view(g, n)
+    out, lse = out[:-1].view(g, n, d), lse[:-1].view(g, n)
+    return (_with_itself(out, lse, q, values[0], real) if avoid_self else out), lse
 
 
 def attention_backward(
@@ -69,7 +68,8 @@ def attention_backward(
     """Gradients of q, of all keys, of all values: with p = exp(s - lse), ds = p·(grad·v - grad·out)."""
     layouts, dropped = rounds(order, cluster, real, clusters, causal, chunk, avoid_self), _dropout(seed, dropout, real)
     delta = torch.cat(((grad * out).sum(-1).flatten(), grad.new_zeros(1)))[:, None]  # (N + 1, 1)
-    lse = torch.cat((lse.masked_fill(lse == -torch.inf, torch.inf).flatten(), lse.new_full((1,), torch.inf)))[:, None]
+    alone = lse == -torch.inf
+    lse = torch.cat((lse.masked_fill(alone, torch.inf).flatten(), lse.new_full((1,), torch.inf)))[:, None]
     found = [x.new_zeros(x.shape[0] * x.shape[1] + 1, x.shape[2]) for x in (q, *keys, *values)]
     dq, *dkv = found
     flat, upstream = _flat(q), _flat(grad)
@@ -85,7 +85,15 @@ def attention_backward(
         _add(dq, tiles.rows, torch.bmm(ds, k))
         _add(dkv[source], tiles.keys, torch.bmm(ds.mT, a))
         _add(dkv[len(keys) + source], tiles.keys, torch.bmm(p.mT, g))
+    if avoid_self:  # who met nobody has its own value
+        dkv[len(keys)][:-1] += (grad * (alone & real)[..., None]).flatten(0, 1)
     return [x[:-1].view(like.shape) for x, like in zip(found, (q, *keys, *values), strict=True)]
+
+
+def _with_itself(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    """out, with the own value for a token that met nobody else."""
+    alone = ((lse == -torch.inf) & real)[..., None]
+    return torch.where(alone, v.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan), out)
 
 
 def rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any) -> Iterator[Layout]:
@@ -122,7 +130,7 @@ def _softmax(tiles: Tiles, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, 
     hidden = tiles.hidden.to(q.dtype).mul_(torch.finfo(q.dtype).min).mul_(2)  # 0 or -inf, faster than masked_fill_
     s = torch.baddbmm(hidden, q, k.mT, alpha=scale)
     if tiles.selves is not None:
-        s.scatter_add_(-1, tiles.selves[..., None], s.new_full((*tiles.selves.shape, 1), ALONE))
+        s.scatter_(-1, tiles.selves[..., None], -torch.inf)
     top = s.amax(-1, keepdim=True)
     empty = top == -torch.inf
     s[..., :1].masked_fill_(empty, 0)
