@@ -21,6 +21,8 @@ from subquad.attention.full import drop_keys
 from subquad.kernels.linear import kernel_sums
 from subquad.kernels.linear.reference import kernel_weights, normalised
 
+LONG = 1024  # queries from which heads are worked on one after the other
+
 
 class Features(NamedTuple):
     """Scores as products: w_ij = a_i·b_j e^(s_j - s_i)."""
@@ -42,8 +44,18 @@ class KernelAttention(Attention):
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        v = drop_keys(v, call)
+        if any(x.requires_grad for x in (q, k, v)) or q.shape[2] < LONG:
+            return self._attend(q, k, v, call)
+        out = torch.empty_like(q)  # a head at a time: its features stay in the cache
+        for h in range(q.shape[1]):
+            one = slice(h, h + 1)
+            out[:, one] = self._attend(q[:, one], k[:, one], v[:, one], call)
+        return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         a, b, scales = self._features(q, k, call)
-        return kernel_sums(a, b, drop_keys(v, call), scales, causal=self.options.causal)
+        return kernel_sums(a, b, v, scales, causal=self.options.causal)
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return normalised(kernel_weights(*self._features(q, k, call), causal=self.options.causal))
@@ -80,4 +92,4 @@ class Linear(KernelAttention):
 
 def elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1 = e^x for x ≤ 0, x + 1 beyond; adding the 1 last would round small values away."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return x.clamp(max=0).exp() + x.relu()

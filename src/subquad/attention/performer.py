@@ -71,18 +71,21 @@ class Performer(KernelAttention):
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
         epsilon, real = self.options.epsilon, None if call.key_mask is None else call.key_mask[:, None, :, None]
-        own, other = self._exponents(q), self._exponents(k)  # (B, H, n, r), (B, H, m, r)
-        a = (own - own.detach().amax(-1, keepdim=True)).exp() + epsilon
-        other = other if real is None else other.masked_fill(~real, -torch.inf)
-        top = other.detach().amax(-1).clamp(min=LOWEST)  # (B, H, m)
+        own = self._along(q)  # (B, H, n, r); |q'|²/2 goes with the maximum
+        a = own.sub_(own.detach().amax(-1, keepdim=True)).exp_() + epsilon
+        other, half = self._along(k), k.square().sum(-1) * (self.options.softmax_scale / 2)  # (B, H, m, r), (B, H, m)
+        top = other.detach().amax(-1) - half.detach()  # (B, H, m)
+        top = top if real is None else top.masked_fill(~real[..., 0], LOWEST)
+        top = top.clamp(min=LOWEST)
         top = top.cummax(-1).values if self.options.causal else top.amax(-1, keepdim=True)
-        b = (other - top[..., None]).exp() + (epsilon if real is None else epsilon * real)
+        b = other.sub_((half + top)[..., None])
+        b = b.exp_() if real is None else b.masked_fill_(~real, -torch.inf).exp_()
+        b = b + (epsilon if real is None else epsilon * real)
         return Features(a, b, top if self.options.causal else None)
 
-    def _exponents(self, x: Tensor) -> Tensor:
-        """ω·x' - |x'|²/2, (B, H, n, r)."""
-        x = x * self.options.softmax_scale**0.5
-        return x @ self.projection.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
+    def _along(self, x: Tensor) -> Tensor:
+        """ω·x', (B, H, n, r): a new tensor, which may be changed in place."""
+        return x @ (self.projection.to(x.dtype).mT * self.options.softmax_scale**0.5)
 
     def connections(self, n: int) -> float:
         return 2.0 * n * self.num_features
