@@ -322,7 +322,9 @@ def measure_peers(
         rows.append(_measure(peer, replace(setting, causal=peer.causal), n or peer.n, repeats, tell))
         yield list(rows)
         if crossover:
-            rows[-1] = _with_crossover(rows[-1], replace(setting, causal=peer.causal), repeats, tell)
+            same = [row for row in rows[:-1] if (row.spec, row.causal) == (peer.spec, peer.causal)]
+            found = same[0] if same else _with_crossover(rows[-1], replace(setting, causal=peer.causal), repeats, tell)
+            rows[-1] = replace(rows[-1], crossover=found.crossover, tried=found.tried)
             yield list(rows)
 
 

@@ -68,6 +68,9 @@ def bench(
             "other peers that the JSON file already has are kept.",
         ),
     ] = False,
+    crossover: Annotated[
+        bool, typer.Option(help="With --peers: look for the length from which our layer beats full attention.")
+    ] = True,
 ) -> None:
     """Measure mechanisms against full attention in the same run, on the CPU in float32.
 
@@ -83,10 +86,11 @@ def bench(
         from subquad.cli.peers import measure_and_print
 
         given = Setting(batch=batch, heads=heads, head_dim=head_dim, backward=backward)
-        return measure_and_print(specs or [], None if n is None else parse_lengths(n), given, repeats, json)
+        lengths = None if n is None else parse_lengths(n)
+        return measure_and_print(specs or [], lengths, given, repeats, json, crossover)
     if not specs:
         raise typer.BadParameter("SPEC is missing: name one mechanism or more, or pass --peers")
-    lengths = parse_lengths(n or "1024,4096,8192")
+    lengths = parse_lengths("1024,4096,8192" if n is None else n)
     for spec in specs:
         check_name(spec)
     from subquad.bench import Setting

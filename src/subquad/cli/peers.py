@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def measure_and_print(
-    names: Sequence[str], lengths: list[int] | None, setting: Setting, repeats: int, json: Path | None
+    names: Sequence[str], lengths: list[int] | None, setting: Setting, repeats: int, json: Path | None, crossover: bool
 ) -> None:
     from subquad.bench import write
     from subquad.peers import measure_peers, report
@@ -30,7 +30,7 @@ def measure_and_print(
     with console.status("") as status:
         tell = status.update if console.is_terminal else (lambda what: None)
         n = None if lengths is None else lengths[0]
-        for rows in measure_peers(names, setting, n=n, repeats=repeats, tell=tell):
+        for rows in measure_peers(names, setting, n=n, repeats=repeats, crossover=crossover, tell=tell):
             if json is not None:
                 content = report(rows, setting)
                 write(json, content | {"rows": merged(before, content["rows"])})
