@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import subquad
+from subquad.attention.base import Call
 from subquad.attention.csa import _best
 from subquad.kernels.clusters.meetings import meet
 from subquad.kernels.compressed.op import compressed
@@ -102,7 +103,7 @@ def test_nsa_branches_are_gated_and_selected_by_importance():
     close(a(q, k, v), F.scaled_dot_product_attention(q, k, v, attn_mask=band))
     weights = torch.zeros(1, 1, 32, 8, dtype=torch.float64)
     weights[..., 3] = 0.5
-    chosen = a._choose(weights, subquad.attention.base.Call())[0, 0, 31]
+    chosen = a._choose(weights, Call())[0, 0, 31]
     assert set(chosen.tolist()) == {0, 3, 6}  # the first, the one with weight, and the one before the own
 
 

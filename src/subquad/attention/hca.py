@@ -133,7 +133,7 @@ class HCA(Attention):
         q, k = project.queries(x).to(work), project.keys(y).to(work)  # (B, H, n, d), (B, H or fewer, n, d)
         with torch.autocast(query.device.type, enabled=False):
             out = self._attend(q, k, x.to(work), y.to(work), call)
-        return rows.restore(out.to(kind))[:, :].transpose(1, 2).flatten(2), Record()
+        return rows.restore(out.to(kind)).transpose(1, 2).flatten(2), Record()
 
     def _attend(self, q: Tensor, k: Tensor, x: Tensor, y: Tensor, call: Call) -> Tensor:
         o, place = self.options, torch.arange(q.shape[2], device=q.device)
@@ -147,9 +147,9 @@ class HCA(Attention):
             assert call.seed is not None
             v = drop_keys(k, call)
             values = drop_keys(entries, call._replace(key_mask=None, seed=call.seed + 1))
-        about = {"key_mask": call.key_mask, "lengths": call.lengths}
-        sizes = {"window": o.window, "scale": o.softmax_scale}
-        out = compressed_attention(q, k, v, entries, values, seen, self.sinks.to(q.dtype), **sizes, **about)
+        about: dict[str, Any] = {"window": o.window, "scale": o.softmax_scale}
+        about |= {"key_mask": call.key_mask, "lengths": call.lengths}
+        out = compressed_attention(q, k, v, entries, values, seen, self.sinks.to(q.dtype), **about)
         return rotate(out, -place, o)
 
     def _seen(self, x: Tensor, y: Tensor, exist: Tensor, call: Call) -> Tensor:

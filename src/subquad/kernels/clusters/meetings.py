@@ -131,8 +131,8 @@ def meet_backward(
         feature, other = _take(f, rows), _take(h, keys)
         factor, rough = _rough(tiles, feature, other, t)
         dw = torch.bmm(r, values.mT).mul_(factor)
-        changes = (torch.bmm(ds, answer), torch.bmm(ds.mT, ask), torch.bmm(p.mT, g) + torch.bmm(rough.mT, r))
-        changes += (torch.bmm(dw, other), torch.bmm(dw.mT, feature))
+        changes = [torch.bmm(ds, answer), torch.bmm(ds.mT, ask), torch.bmm(p.mT, g) + torch.bmm(rough.mT, r)]
+        changes += [torch.bmm(dw, other), torch.bmm(dw.mT, feature)]
         for total, places, change in zip(found, (rows, keys, keys, rows, keys), changes, strict=True):
             _add(total, places, change)
     return [total[:-1].view(u.shape) for total, u in zip(found, (q, k, v, a, b), strict=True)]
