@@ -7,7 +7,8 @@ that has no output projection of its own gets one. A round runs full attention, 
 so that a slow moment of the machine hits all of them; the best of several rounds counts. Sizes (window, landmarks …)
 are the same on both sides. No peer is imported before it is measured, and nothing else in the package imports one.
 
-crossover: the shortest of the lengths tried from which on our layer is faster than a layer of full attention.
+crossover: the shortest of the lengths 256, 512, … at which our layer is faster than a layer of full attention, and also
+at the next one.
 """
 
 from __future__ import annotations
@@ -364,7 +365,7 @@ def _with_crossover(row: PeerRow, setting: Setting, repeats: int, tell: Callable
         for subject in [full, ours] * repeats:
             subject.clock()
         faster[n] = ours.seconds < full.seconds
-        if max(full.seconds, ours.seconds) > SECONDS:
+        if max(full.seconds, ours.seconds) > SECONDS or list(faster.values())[-2:] == [True, True]:
             break
     from_here = [n for n in faster if all(faster[m] for m in faster if m >= n)]
     return replace(row, crossover=min(from_here, default=None), tried=tuple(faster))

@@ -6,7 +6,7 @@
         block·2^l tokens
     q̃_l(i), k̃_l(j) = means over the 2^l tokens that i and j are in (q̃_0 = q, k̃_0 = k)
 
-Every pair of tokens is on one level (eq. 27-33), so the weights cover everything and sum to 1. On each level there are
+Every pair of tokens is on one level, so the weights cover everything and sum to 1. On each level there are
 n/2^l rows with at most 3·block keys: O(n·block) in all.
 
 Causal. A mean of queries would carry later queries into earlier rows, so every query is compared itself with the means

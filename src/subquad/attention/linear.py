@@ -2,7 +2,7 @@
 
     w_ij = φ(q_i)·φ(k_j)         out_i = Σ_j w_ij v_j / Σ_j w_ij = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j)
 
-    φ(x) = elu(x) + 1            O(n·d²): the sums over j are one matrix, or causal a running sum (eq. 8-12)
+    φ(x) = elu(x) + 1            O(n·d²): the sums over j are one matrix, or causal a running sum
 
 Choices. The paper's code adds 10⁻⁶ to the denominator; here rows sum to exactly 1, and a denominator that vanishes in
 the arithmetic of the call (below √tiny) gives 0. Dropout drops a key for all queries of a head at once: there is no

@@ -2,7 +2,7 @@
 
     out = softmax(q K̃ᵀ) Z softmax(Q̃ kᵀ) v + DConv(v)          Z ≈ pseudo-inverse of A = softmax(Q̃ K̃ᵀ)          O(n·m)
 
-Q̃ and K̃ are the means of segments of queries and keys, m of them. Z comes from the iteration of section 4 (eq. 11),
+Q̃ and K̃ are the means of segments of queries and keys, m of them. Z comes from the paper's iteration,
 
     Z ← Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4          from Z = Aᵀ / (‖A‖₁ ‖A‖∞),
 

@@ -4,7 +4,7 @@
 
     out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j)          O(n·d·r) with r features, causal too
 
-    ω (r, d): Gaussian rows, orthogonal in blocks of d, each with the length of a Gaussian vector of its own (section 3)
+    ω (r, d): Gaussian rows, orthogonal in blocks of d, each with the length of a Gaussian vector of its own
 
 The r features are drawn when the module is made, from the option `draw`; `redraw(seed)` draws new ones. Nothing is ever
 redrawn silently. They are a buffer, saved with the model.

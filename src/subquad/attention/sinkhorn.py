@@ -8,9 +8,9 @@
     O(n·block) for the attention, n²/block for the sorting. R (N, N) says which of the N blocks go where; Sinkhorn's
     balancing normalises columns and rows in turn, rows last.
 
-Causal (section 3.3), x_a = Σ of the keys up to the first of block a, R_ac = 0 for c ≥ a, and the sum of a column at
+Causal, x_a = Σ of the keys up to the first of block a, R_ac = 0 for c ≥ a, and the sum of a column at
 row a runs over the rows up to a: no block learns of a later one. The first block has only itself. With `sortcut=c` all
-queries attend to the first c sorted blocks and to nothing else (section 3.4); this has no causal form.
+queries attend to the first c sorted blocks and to nothing else (SortCut); this has no causal form.
 
 Choices. Keys stand for the tokens that the paper sums. What padding would contribute to a slot of a sorted block is
 left out and the rest reweighted, so that weights sum to 1. The sorting is the relaxed one also in training, without
