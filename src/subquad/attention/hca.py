@@ -259,7 +259,7 @@ def rotate(x: Tensor, place: Tensor, options: Any) -> Tensor:
     steps = torch.arange(0, width, 2, dtype=x.dtype, device=x.device) / width
     angle = place[:, None].to(x.dtype) * options.theta**-steps  # (n, width/2)
     cos, sin = angle.cos(), angle.sin()
-    a, b = x[..., -width::2], x[..., 1 - width :: 2] if width > 1 else x
+    a, b = x[..., -width::2], x[..., 1 - width :: 2]
     turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
     return torch.cat((x[..., :-width], turned), -1)
 

@@ -163,58 +163,43 @@ class NSA(OutputAttention):
     # ---- the definition ----
 
     def define_output(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        n, o = q.shape[2], self.options
+        n = q.shape[2]
         real = torch.ones(len(q), n, dtype=torch.bool, device=q.device) if call.key_mask is None else call.key_mask
-        gates = (
-            torch.einsum("bhnd,hdc->bhnc", q, self.gates.to(q.dtype)) + self.gate_bias.to(q.dtype)[:, None]
-        ).sigmoid()
+        place = torch.arange(n, device=q.device)
+        recent = (place <= place[:, None]) & (place > place[:, None] - self.options.window)
+        logits = torch.einsum("bhnd,hdc->bhnc", q, self.gates.to(q.dtype)) + self.gate_bias.to(q.dtype)[:, None]
         rows = []
-        for b in range(len(q)):
-            blocks = [t for t in range(0, n - o.compress + 1, o.stride) if real[b, t : t + o.compress].any()]
-            coarse, fine, near = (torch.zeros_like(q[b]) for _ in range(3))
-            keys = [self.compress_keys(k[b, :, t : t + o.compress]) for t in blocks]  # (H, d) each
-            values = [self.compress_values(v[b, :, t : t + o.compress]) for t in blocks]
-            for i in range(n):
-                done = [t for t, start in enumerate(blocks) if start + o.compress <= i + 1]
-                weights = q.new_zeros(q.shape[1], len(done))
-                if done:
-                    scores = torch.stack([(q[b, :, i] * keys[t]).sum(-1) for t in done], -1) * o.softmax_scale
-                    weights = scores.softmax(-1)  # (H, T)
-                    coarse[:, i] = sum(weights[:, t, None] * values[t] for t in done)  # type: ignore[assignment]
-                near[:, i] = self._over(q, k, v, b, i, real[b] & self._recent(n, i))
-                for h in range(q.shape[1]):
-                    seen = self._selected(weights[h].detach(), [blocks[t] for t in done], i, real[b])
-                    fine[h, i] = self._over(q, k, v, b, i, real[b] & seen)[h]
-            rows.append(gates[b, ..., :1] * coarse + gates[b, ..., 1:2] * fine + gates[b, ..., 2:] * near)
+        for b, gates in enumerate(logits.sigmoid()):
+            x = q[b] * self.options.softmax_scale
+            coarse, seen = self._define_choice(x, k[b], v[b], real[b])
+            branches = (coarse, _over(x, k[b], v[b], seen), _over(x, k[b], v[b], recent & real[b]))
+            rows.append(torch.stack(branches, -1).mul(gates[:, :, None]).sum(-1))
         return torch.stack(rows)
 
-    def _recent(self, n: int, i: int) -> Tensor:
-        j = torch.arange(n)
-        return (j <= i) & (j > i - self.options.window)
-
-    def _selected(self, weights: Tensor, starts: list[int], i: int, real: Tensor) -> Tensor:
-        """Which tokens the selected blocks of query i have, bool (n,); weights (T,), of the blocks at `starts`."""
-        o, own = self.options, i // self.options.block
-        importance = {}
-        for number in range(own):
-            tokens = range(number * o.block, (number + 1) * o.block)
-            if not real[tokens.start : tokens.stop].any():
-                continue
-            pieces = [(w, s + p) for w, s in zip(weights, starts, strict=True) for p in range(0, o.compress, o.stride)]
-            importance[number] = sum(float(w) for w, place in pieces if place in tokens)
-            importance[number] += self._forced * (number in (0, own - 1))
-        seen = torch.zeros(len(real), dtype=torch.bool)
-        seen[own * o.block : i + 1] = True
-        for number in sorted(importance, key=lambda c: -importance[c])[: o.topk - 1]:
-            seen[number * o.block : (number + 1) * o.block] = True
-        return seen
-
-    def _over(self, q: Tensor, k: Tensor, v: Tensor, b: int, i: int, seen: Tensor) -> Tensor:
-        """Softmax attention of query i over some tokens, (H, d); 0 over none."""
-        if not seen.any():
-            return torch.zeros_like(q[b, :, i]) * q[b, :, i]
-        scores = (k[b, :, seen] @ q[b, :, i, :, None])[..., 0] * self.options.softmax_scale  # (H, tokens)
-        return (scores.softmax(-1)[:, None] @ v[b, :, seen])[:, 0]
+    def _define_choice(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """The compressed branch (H, n, d) of one row, and who is in the selected blocks, bool (H, n, n)."""
+        o, n = self.options, q.shape[1]
+        starts = [t for t in range(0, n - o.compress + 1, o.stride) if real[t : t + o.compress].any()]
+        weights, coarse = q.new_zeros(*q.shape[:2], 0), torch.zeros_like(q) * q
+        if starts:
+            keys = torch.stack([self.compress_keys(k[:, t : t + o.compress]) for t in starts], 1)  # (H, T, d)
+            values = torch.stack([self.compress_values(v[:, t : t + o.compress]) for t in starts], 1)
+            done = torch.tensor(starts, device=q.device) + o.compress <= torch.arange(n, device=q.device)[:, None] + 1
+            coarse, weights = _over(q, keys, values, done), _weights(q, keys, done)
+        touch = q.new_zeros(len(starts), -(-n // o.block))  # how many pieces of a compressed block are in a block
+        for t, start in enumerate(starts):
+            for piece in range(start, start + o.compress, o.stride):
+                touch[t, piece // o.block] += 1
+        importance = (weights.detach() @ touch).tolist()  # [H][n][N]
+        seen = torch.zeros(len(q), n, n, dtype=torch.bool, device=q.device)
+        for h, i in ((h, i) for h in range(len(q)) for i in range(n)):
+            own, row = i // o.block, importance[h][i]
+            earlier = [c for c in range(own) if real[c * o.block : (c + 1) * o.block].any()]
+            value = {c: row[c] + self._forced * (c in (0, own - 1)) for c in earlier}
+            for c in sorted(value, key=value.__getitem__, reverse=True)[: o.topk - 1]:
+                seen[h, i, c * o.block : (c + 1) * o.block] = True
+            seen[h, i, own * o.block : i + 1] = True
+        return coarse, seen & real
 
     # ---- pictures and counts ----
 
@@ -229,3 +214,13 @@ class NSA(OutputAttention):
         o = self.options
         fine = sum(min(o.topk - 1, i // o.block) * o.block + i % o.block + 1 for i in range(n))
         return float(fine + n * min(o.window, n) + n * (n // o.stride) / 2)
+
+
+def _weights(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """q with its scale. Softmax over the keys that are seen, (H, n, m); 0 where none is."""
+    scores = (q @ k.mT).masked_fill(~seen, torch.finfo(q.dtype).min)
+    return scores.softmax(-1) * seen
+
+
+def _over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    return _weights(q, k, seen) @ v

@@ -45,7 +45,7 @@ class Reformer(Attention):
     positional = False  # causality needs the order of the tokens alone
     data_dependent = True
     sparse = True
-    examples = ({"rounds": 2, "chunk": 4}, {"rounds": 3, "buckets": 4, "chunk": 40}, {"buckets": 1})
+    examples = ({"rounds": 2, "chunk": 4}, {"rounds": 3, "buckets": 4, "chunk": 40})
     gallery = {"buckets": 4, "rounds": 1}
 
     @dataclass(frozen=True, kw_only=True)
