@@ -283,7 +283,8 @@ PEERS = (
     Peer("h-transformer-1d-causal", "h-transformer-1d", "h-transformer-1d", _hierarchical, causal=True),
     Peer("local", "local-attention", "local:window=257", _local),
     Peer("local-causal", "local-attention", "local:window=129", _local, causal=True),
-    Peer("nsa", "native-sparse-attention-pytorch", "nsa", _nsa, causal=True),
+    # it copies the selected keys and values for every query: 16 GiB at 4,096 tokens
+    Peer("nsa", "native-sparse-attention-pytorch", "nsa", _nsa, causal=True, n=1024),
     Peer("hf-bigbird", "transformers", "bigbird", _bigbird),
     Peer("hf-longformer", "transformers", "longformer", _longformer),
     Peer("hf-nystromformer", "transformers", "nystrom", _nystromformer),
