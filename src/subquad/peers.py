@@ -415,7 +415,7 @@ def as_markdown(content: dict[str, Any]) -> str:
             )
             cells.append(pair)
         one = both.get(False) or both[True]
-        pays = "–" if one["crossover"] is None else str(one["crossover"])
+        pays = "–" if not one["tried"] else str(one["crossover"] or f"beyond {one['tried'][-1]}")
         package, way = f"{one['package']} {one['version']}", ", causal" if one["causal"] else ""
         lines.append(f"| {name} | {package} | `{one['spec']}`{way} | {n} | {' | '.join(cells)} | {pays} |")
     return "\n".join(lines) + "\n"

@@ -73,7 +73,7 @@ def table(rows: Sequence[PeerRow]) -> Table:
         result.add_column(title, justify="left" if title in ("peer", "ours") else "right")
     for row in rows:
         times = (seconds(x) for x in (row.seconds, row.peer_seconds))
-        pays = f"{row.crossover:,}" if row.crossover else "–"
+        pays = "–" if not row.tried else f"{row.crossover:,}" if row.crossover else f"beyond {row.tried[-1]:,}"
         result.add_row(
             f"{row.peer} ({row.package})", row.spec, f"{row.n:,}", *times, f"{row.ratio:.2f}",
             seconds(row.full_seconds), pays,
