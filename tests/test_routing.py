@@ -76,7 +76,7 @@ def test_running_pools_equal_the_reference(is_max):
 def test_operator_declarations(operator):
     order, cluster, real = some_clusters(g=2, n=9)
     q, k, v = (x.flatten(0, 1)[:2, :9].contiguous().requires_grad_() for x in inputs(9))
-    settings = (order, cluster, real, SEED, 5, True, False, 0.3, 0.4)
+    settings = (order, cluster, real, SEED, 5, True, False, 0.3, 0.4, 4, True)
     out, lse = attention_op(q.detach(), [k.detach()], [v.detach()], *settings)
     plain = [x.detach() for x in (q, k, v)]
     arguments = {

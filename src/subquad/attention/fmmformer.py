@@ -2,8 +2,8 @@
 
     out = (w_0 D + w_1 L_1 + … + w_r L_r) v                                       O(n·(bandwidth + r·d))
 
-    D = softmax of q kᵀ · scale inside the band |i - j| ≤ bandwidth (eq. 4)
-    L_l = φ_l(q) φ_l(k)ᵀ, rows normalised (eq. 8)        φ_1(x) = elu(x) + 1        φ_2(x) = elu(-x) + 1
+    D = softmax of q kᵀ · scale inside the band |i - j| ≤ bandwidth
+    L_l = φ_l(q) φ_l(k)ᵀ, rows normalised        φ_1(x) = elu(x) + 1        φ_2(x) = elu(-x) + 1
 
 Causal, all of them run over j ≤ i.
 

@@ -117,7 +117,8 @@ def sdpa(q, k, v, mask: Tensor | None, *, causal: bool, scale: float, call: Call
         grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped)
     lost = q.sum(-1, keepdim=True).isnan()  # the fused kernel may give 0 for a query that is not a number
-    out = out.masked_fill(lost, torch.nan) if out.requires_grad else out.masked_fill_(lost, torch.nan)
+    spoilt = torch.zeros_like(lost, dtype=out.dtype).masked_fill(lost, torch.nan)  # adding is faster than filling
+    out = out + spoilt if out.requires_grad else out.add_(spoilt)
     return (out if empty is None else out.masked_fill(empty, 0)).to(kind)
 
 

@@ -6,7 +6,7 @@
         block·2^l tokens
     q̃_l(i), k̃_l(j) = means over the 2^l tokens that i and j are in (q̃_0 = q, k̃_0 = k)
 
-Every pair of tokens is on one level (eq. 27-33), so the weights cover everything and sum to 1. On each level there are
+Every pair of tokens is on one level, so the weights cover everything and sum to 1. On each level there are
 n/2^l rows with at most 3·block keys: O(n·block) in all.
 
 Causal. A mean of queries would carry later queries into earlier rows, so every query is compared itself with the means
@@ -78,32 +78,32 @@ class HTransformer(Attention):
         q, k, v = (F.pad(x.to(work), (0, 0, 0, rest)) for x in (q, k, drop_keys(v, call)))
         mask = torch.ones(1, n, dtype=torch.bool, device=q.device) if call.key_mask is None else call.key_mask
         real = F.pad(mask, (0, rest))[:, None].to(work)  # (B or 1, 1, m)
-        level, outs, logs = _Level(q, k, v, real), [], []
-        for number in range(count):
-            if number:
-                level = _coarser(level, move_queries=not self.options.causal)
-            out, lse = self._on_level(level, number)  # (B, H, rows, d), (B, H, rows)
-            repeats = 1 if self.options.causal else 1 << number
-            outs.append(out.repeat_interleave(repeats, 2)[:, :, :n])
-            logs.append(lse.repeat_interleave(repeats, 2)[:, :, :n])
-        shares = torch.stack(logs).softmax(0)[..., None]  # (levels, B, H, n, 1)
-        total = sum((share * out for share, out in zip(shares, outs, strict=True)), torch.zeros_like(outs[0]))
-        return within_rows(total, call).to(kind)
+        levels = [_Level(q, k, v, real)]
+        for _ in range(count - 1):
+            levels.append(_coarser(levels[-1], move_queries=not self.options.causal))
+        out, lse = self._on_level(levels[-1], count - 1)  # (B, H, rows, d), (B, H, rows)
+        for number in reversed(range(count - 1)):
+            out, lse = _merged((out, lse), self._on_level(levels[number], number))
+        out = within_rows(out[:, :, :n], call)
+        return (out if call.key_mask is None else out * self._someone(call.key_mask)[:, None, :, None]).to(kind)
+
+    def _someone(self, mask: Tensor) -> Tensor:
+        """Which queries see a real token, bool (B, n)."""
+        return (mask.cumsum(1) > 0) if self.options.causal else mask.any(1, keepdim=True).expand_as(mask)
 
     def _on_level(self, level: _Level, number: int) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp of the pairs of one level."""
+        """Output and logsumexp of the pairs of one level; ABSENT where there are none."""
         size = self.options.block
         rows = size << number if self.options.causal else size  # rows of a block of queries
         sides = tuple(side for side in (-1, 0, 1) if (side or not number) and (side < 1 or not self.options.causal))
         q, k, v = (x.unflatten(2, (-1, length)) for x, length in zip(level[:3], (rows, size, size), strict=True))
-        k, v = _neighbours(k, sides), _neighbours(v, sides)  # (B, H, N, sides·block, d)
+        k, v = _neighbours(k * self.options.softmax_scale, sides), _neighbours(v, sides)  # (B, H, N, sides·block, d)
         count = _neighbours(level.sizes.unflatten(2, (-1, size))[..., None], sides)[..., 0]  # (B or 1, 1, N, keys)
-        allowed = (count > 0)[..., None, :] & self._mask(rows, sides, number, q.device)
-        scores = q @ k.mT * self.options.softmax_scale + count.clamp(min=1).log()[..., None, :]
-        scores = scores.masked_fill(~allowed, ABSENT)  # (B, H, N, rows, keys)
+        bias = torch.where(count > 0, count.clamp(min=1).log(), ABSENT)[..., None, :]
+        bias = bias.masked_fill(~self._mask(rows, sides, number, q.device), ABSENT)  # (B or 1, 1, N, rows, keys)
+        scores = q @ k.mT + bias  # (B, H, N, rows, keys)
         lse = scores.logsumexp(-1, keepdim=True)
-        out = ((scores - lse).exp() * allowed) @ v
-        lse = lse.masked_fill(~allowed.any(-1, keepdim=True), ABSENT)
+        out = (scores - lse).exp() @ v  # what stands in a row without a key is merged with weight 0
         return out.flatten(2, 3), lse.flatten(2)
 
     def _mask(self, rows: int, sides: tuple[int, ...], number: int, device: torch.device) -> Tensor:
@@ -160,6 +160,16 @@ def _coarser(level: _Level, *, move_queries: bool) -> _Level:
     share = (count / total.clamp(min=1)[..., None])[..., None]  # (B or 1, 1, m/2, 2, 1)
     q, k, v = ((x.unflatten(2, (-1, 2)) * share).sum(3) if i or move_queries else x for i, x in enumerate(level[:3]))
     return _Level(q, k, v, total)
+
+
+def _merged(coarse: tuple[Tensor, Tensor], fine: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two levels under one softmax, (B, H, m or m/2, d) and (B, H, m, d): a coarse row stands for two fine ones."""
+    (a, s), (b, t) = coarse, fine
+    halved = a.shape[2] < b.shape[2]
+    if halved:
+        a, s, b, t = a[:, :, :, None], s[..., None], b.unflatten(2, (-1, 2)), t.unflatten(2, (-1, 2))
+    out, lse = torch.lerp(a.expand_as(b), b, (t - s).sigmoid()[..., None]), torch.logaddexp(s, t)
+    return (out.flatten(2, 3), lse.flatten(2)) if halved else (out, lse)
 
 
 def _neighbours(x: Tensor, sides: tuple[int, ...]) -> Tensor:

@@ -2,7 +2,7 @@
 
     w_ij = φ(q_i)·φ(k_j)         out_i = Σ_j w_ij v_j / Σ_j w_ij = φ(q_i) Σ_j φ(k_j) v_jᵀ / φ(q_i)·Σ_j φ(k_j)
 
-    φ(x) = elu(x) + 1            O(n·d²): the sums over j are one matrix, or causal a running sum (eq. 8-12)
+    φ(x) = elu(x) + 1            O(n·d²): the sums over j are one matrix, or causal a running sum
 
 Choices. The paper's code adds 10⁻⁶ to the denominator; here rows sum to exactly 1, and a denominator that vanishes in
 the arithmetic of the call (below √tiny) gives 0. Dropout drops a key for all queries of a head at once: there is no
@@ -22,6 +22,8 @@ from subquad.attention.states.state import Memory
 from subquad.attention.states.sums import Sums
 from subquad.kernels.linear import kernel_sums
 from subquad.kernels.linear.reference import kernel_weights, normalised
+
+LONG = 1024  # queries from which heads are worked on one after the other
 
 
 class Features(NamedTuple):
@@ -44,8 +46,18 @@ class KernelAttention(Attention):
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        v = drop_keys(v, call)
+        if any(x.requires_grad for x in (q, k, v)) or q.shape[2] < LONG:
+            return self._attend(q, k, v, call)
+        out = torch.empty_like(q)  # a head at a time: its features stay in the cache
+        for h in range(q.shape[1]):
+            one = slice(h, h + 1)
+            out[:, one] = self._attend(q[:, one], k[:, one], v[:, one], call)
+        return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         a, b, scales = self._features(q, k, call)
-        return kernel_sums(a, b, drop_keys(v, call), scales, causal=self.options.causal)
+        return kernel_sums(a, b, v, scales, causal=self.options.causal)
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return normalised(kernel_weights(*self._features(q, k, call), causal=self.options.causal))
@@ -101,4 +113,4 @@ class Linear(KernelAttention):
 
 def elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1 = e^x for x ≤ 0, x + 1 beyond; adding the 1 last would round small values away."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return x.clamp(max=0).exp() + x.relu()

@@ -5,7 +5,7 @@
 Token i of a row meets column i of E and F; a row shorter than max_length uses the first columns, and padding is 0, so
 that a row gives what it gives alone. There is no causal form: every projected key mixes all tokens.
 
-Choices. E and F start as N(0, 1/k) (theorem 2). `share` follows section 4: "heads", one pair (E, F) for all heads;
+Choices. E and F start as N(0, 1/k). `share` has the paper's levels of sharing: "heads", one pair (E, F) for all heads;
 "keys-values", E = F as well; "none", a pair for every head.
 """
 

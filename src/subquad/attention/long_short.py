@@ -1,16 +1,16 @@
 """Long-Short Transformer (Zhu et al. 2021): a window, and a projection of the whole sequence that depends on it.
 
-    P = softmax over tokens of K W          K̄ = Pᵀ K, V̄ = Pᵀ V          W (H, d, rank): the dynamic projection (eq. 3)
+    P = softmax over tokens of K W          K̄ = Pᵀ K, V̄ = Pᵀ V          W (H, d, rank): the dynamic projection
 
-    out_i = attention over [LN₁(K near i), LN₂(K̄)] and [LN₁(V near i), LN₂(V̄)], under one softmax          (eq. 5)
+    out_i = attention over [LN₁(K near i), LN₂(K̄)] and [LN₁(V near i), LN₂(V̄)], under one softmax
 
 Near i are its home segment of `window` tokens and window/2 tokens on either side. O(n·(window + rank)).
 
-Causal (section 3.2), every segment of `segment` tokens is projected for itself, to `rank` rows; a query sees those of
+Causal, every segment of `segment` tokens is projected for itself, to `rank` rows; a query sees those of
 the segments before its own, and near it are its home segment up to itself and the `window` tokens before that.
 O(n·(window + rank·n/segment)).
 
-The two LayerNorms (DualLN, section 3.4) give both kinds of keys and values the same scale; each runs over the features
+The two LayerNorms (DualLN) give both kinds of keys and values the same scale; each runs over the features
 of all heads of a token or row. Padding takes no part in the softmax over tokens.
 """
 

@@ -2,7 +2,7 @@
 
     packed = softmax(P kᵀ · scale) [k, v]          out = softmax(q packed_kᵀ · scale) packed_v          O(n·l)
 
-P (H, l, d) is learned. Causal (section 3.3), with ω = softplus or elu + 1 and t the number of tokens so far,
+P (H, l, d) is learned. Causal, with ω = softplus or elu + 1 and t the number of tokens so far,
 
     c_j = ω(P k_j · scale)      u_t = softmax( scale/t · Σ_{j≤t} q_t·k_j c_j )      out_t = 1/t · Σ_{j≤t} u_t·c_j v_j
 

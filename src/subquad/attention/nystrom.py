@@ -2,7 +2,7 @@
 
     out = softmax(q K̃ᵀ) Z softmax(Q̃ kᵀ) v + DConv(v)          Z ≈ pseudo-inverse of A = softmax(Q̃ K̃ᵀ)          O(n·m)
 
-Q̃ and K̃ are the means of segments of queries and keys, m of them. Z comes from the iteration of section 4 (eq. 11),
+Q̃ and K̃ are the means of segments of queries and keys, m of them. Z comes from the paper's iteration,
 
     Z ← Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4          from Z = Aᵀ / (‖A‖₁ ‖A‖∞),
 
@@ -29,6 +29,8 @@ from subquad.attention.full import drop
 from subquad.attention.outputs import OutputAttention, within_rows
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
+
+BLOCK = 64  # tokens that are convolved together
 
 
 class Nystrom(OutputAttention):
@@ -64,34 +66,30 @@ class Nystrom(OutputAttention):
     # ---- the fast path ----
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
-        q, k, v = q.to(work) * self.options.softmax_scale, k.to(work), v.to(work)
+        kind, work, scale = q.dtype, torch.promote_types(q.dtype, torch.float32), self.options.softmax_scale
+        q, k, v = q.to(work), k.to(work), v.to(work)
         marks, keys, exist = self._landmarks(q, k, call)  # (B, H, m, d) twice, bool (B, m) or None
+        marks = marks * scale
         seen = None if call.key_mask is None else call.key_mask[:, None, None]  # (B, 1, 1, n)
         also = None if exist is None else exist[:, None, None]  # (B, 1, 1, m)
         inner = _softmax(marks @ keys.mT, also)  # (B, H, m, m)
         inner = inner if exist is None else inner * exist[:, None, :, None]
         read = self._inverse(inner) @ (_softmax(marks @ k.mT, seen) @ v)  # (B, H, m, d)
-        out = drop(_softmax(q @ keys.mT, also), call) @ read
-        return within_rows(out + self._convolved(v), call).to(kind)
+        out = drop(_softmax(q @ (keys * scale).mT, also), call) @ read
+        return within_rows(self._with_convolution(out, v), call).to(kind)
 
     def _landmarks(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         b, _, n, _ = q.shape
-        m, both = self.options.landmarks, torch.cat((q, k), 1)  # (B, 2H, n, d)
+        m = self.options.landmarks
         if call.key_mask is None:
-            size = -(-n // m)
-            whole, rest = n // size, n % size
-            means = both[:, :, : n - rest].unflatten(2, (whole, size)).mean(3)
-            if rest:
-                means = torch.cat((means, both[:, :, n - rest :].mean(2, keepdim=True)), 2)
-            return *_halves(means), None
+            return _means(q, -(-n // m)), _means(k, -(-n // m)), None
         lengths = torch.full((b,), n, device=q.device) if call.lengths is None else call.lengths
         size = -(-lengths // m).clamp(max=-1)[:, None]  # (B, 1): ⌈L/m⌉, at least 1
         segment = (torch.arange(n, device=q.device) // size).clamp(max=m - 1)  # (B, n); behind a row nothing is real
         weights = (F.one_hot(segment, m).mT * call.key_mask[:, None]).to(q.dtype)  # (B, m, n): who is in which segment
         count = weights.sum(-1)  # (B, m)
-        means = (weights / count.clamp(min=1)[..., None])[:, None] @ both
-        return *_halves(means), count > 0
+        share = (weights / count.clamp(min=1)[..., None])[:, None]
+        return share @ q, share @ k, count > 0
 
     def _inverse(self, a: Tensor) -> Tensor:
         """(B, H, m, m): rows and columns of 0 stay 0. In float64: rounding errors grow with every step."""
@@ -104,13 +102,17 @@ class Nystrom(OutputAttention):
             z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
         return z.to(kind)
 
-    def _convolved(self, v: Tensor) -> Tensor:
+    def _with_convolution(self, out: Tensor, v: Tensor) -> Tensor:
+        """out + DConv(v): a block of BLOCK outputs is a product of a band matrix and the values around it."""
         if self.filters is None:
-            return torch.zeros_like(v)
-        b, h, n, d = v.shape
-        tokens = v.permute(0, 3, 1, 2).reshape(b * d, h, n)
-        mixed = F.conv1d(tokens, self.filters.to(v.dtype), padding=self.filters.shape[-1] // 2, groups=h)
-        return mixed.view(b, d, h, n).permute(0, 2, 3, 1)
+            return out
+        n, taps = v.shape[2], self.filters.shape[-1]
+        row, column = torch.arange(BLOCK, device=v.device)[:, None], torch.arange(BLOCK + taps - 1, device=v.device)
+        tap = column - row  # (BLOCK, BLOCK + taps - 1)
+        band = self.filters.to(v.dtype)[:, 0, tap.clamp(0, taps - 1)] * ((tap >= 0) & (tap < taps))  # (H, …)
+        around = F.pad(v, (0, 0, taps // 2, taps // 2 + -n % BLOCK)).unfold(2, BLOCK + taps - 1, BLOCK)
+        mixed = band[:, None] @ around.mT  # (B, H, N, BLOCK, d)
+        return out + mixed.flatten(2, 3)[:, :, :n]
 
     # ---- the definition ----
 
@@ -144,9 +146,12 @@ class Nystrom(OutputAttention):
         return 2.0 * n * m + m * m
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = x.chunk(2, 1)
-    return first, second
+def _means(x: Tensor, size: int) -> Tensor:
+    """Means of segments of `size` tokens, the last one may have fewer: (B, H, n, d) → (B, H, m, d)."""
+    n = x.shape[2]
+    whole, rest = n // size, n % size
+    means = x[:, :, : n - rest].unflatten(2, (whole, size)).mean(3)
+    return torch.cat((means, x[:, :, n - rest :].mean(2, keepdim=True)), 2) if rest else means
 
 
 def _softmax(scores: Tensor, exists: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@
 
     out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j)          O(n·d·r) with r features, causal too
 
-    ω (r, d): Gaussian rows, orthogonal in blocks of d, each with the length of a Gaussian vector of its own (section 3)
+    ω (r, d): Gaussian rows, orthogonal in blocks of d, each with the length of a Gaussian vector of its own
 
 The r features are drawn when the module is made, from the option `draw`; `redraw(seed)` draws new ones. Nothing is ever
 redrawn silently. They are a buffer, saved with the model.
@@ -82,19 +82,22 @@ class Performer(KernelAttention):
     def _features_behind(self, q: Tensor, k: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Features:
         """`before` (B, H, 1, 1): the largest exponent of the keys before these."""
         epsilon, real = self.options.epsilon, None if key_mask is None else key_mask[:, None, :, None]
-        own, other = self._exponents(q), self._exponents(k)  # (B, H, n, r), (B, H, m, r)
-        a = (own - own.detach().amax(-1, keepdim=True)).exp() + epsilon
-        other = other if real is None else other.masked_fill(~real, -torch.inf)
-        top = other.detach().amax(-1).clamp(min=LOWEST)  # (B, H, m)
+        own = self._along(q)  # (B, H, n, r); |q'|²/2 goes with the maximum
+        a = own.sub_(own.detach().amax(-1, keepdim=True)).exp_() + epsilon
+        other, half = self._along(k), k.square().sum(-1) * (self.options.softmax_scale / 2)  # (B, H, m, r), (B, H, m)
+        top = other.detach().amax(-1) - half.detach()  # (B, H, m)
+        top = top if real is None else top.masked_fill(~real[..., 0], LOWEST)
+        top = top.clamp(min=LOWEST)
         top = top if before is None else top.maximum(before[..., 0])
         top = top.cummax(-1).values if self.options.causal else top.amax(-1, keepdim=True)
-        b = (other - top[..., None]).exp() + (epsilon if real is None else epsilon * real)
+        b = other.sub_((half + top)[..., None])
+        b = b.exp_() if real is None else b.masked_fill_(~real, -torch.inf).exp_()
+        b = b + (epsilon if real is None else epsilon * real)
         return Features(a, b, top if self.options.causal else None)
 
-    def _exponents(self, x: Tensor) -> Tensor:
-        """ω·x' - |x'|²/2, (B, H, n, r)."""
-        x = x * self.options.softmax_scale**0.5
-        return x @ self.projection.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
+    def _along(self, x: Tensor) -> Tensor:
+        """ω·x', (B, H, n, r): a new tensor, which may be changed in place."""
+        return x @ (self.projection.to(x.dtype).mT * self.options.softmax_scale**0.5)
 
     def connections(self, n: int) -> float:
         return 2.0 * n * self.num_features

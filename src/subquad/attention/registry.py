@@ -51,6 +51,11 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "h-transformer-1d": "subquad.attention.h_transformer:HTransformer",
     "long-short": "subquad.attention.long_short:LongShort",
     "moba": "subquad.attention.moba:MoBA",
+    "reformer": "subquad.attention.reformer:Reformer",
+    "scatterbrain": "subquad.attention.scatterbrain:Scatterbrain",
+    "nsa": "subquad.attention.nsa:NSA",
+    "hca": "subquad.attention.hca:HCA",
+    "csa": "subquad.attention.csa:CSA",
 }
 
 

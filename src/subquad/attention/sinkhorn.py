@@ -8,9 +8,9 @@
     O(n·block) for the attention, n²/block for the sorting. R (N, N) says which of the N blocks go where; Sinkhorn's
     balancing normalises columns and rows in turn, rows last.
 
-Causal (section 3.3), x_a = Σ of the keys up to the first of block a, R_ac = 0 for c ≥ a, and the sum of a column at
+Causal, x_a = Σ of the keys up to the first of block a, R_ac = 0 for c ≥ a, and the sum of a column at
 row a runs over the rows up to a: no block learns of a later one. The first block has only itself. With `sortcut=c` all
-queries attend to the first c sorted blocks and to nothing else (section 3.4); this has no causal form.
+queries attend to the first c sorted blocks and to nothing else (SortCut); this has no causal form.
 
 Choices. Keys stand for the tokens that the paper sums. What padding would contribute to a slot of a sorted block is
 left out and the rest reweighted, so that weights sum to 1. The sorting is the relaxed one also in training, without
@@ -95,11 +95,13 @@ class Sinkhorn(Attention):
         size, (b, h, count) = self.options.block, blocks.keys.shape[:3]
         keys, values, exist = blocks.sorted()
         keys, values = torch.cat((blocks.keys, keys), 3), torch.cat((blocks.values, values), 3)  # (B, H, N, 2s, d)
-        own = blocks.real[..., None, :].expand(b, h, count, size, size)
-        own = own & self._past(q) if self.options.causal else own
-        seen = torch.cat((own, exist[..., None, :].expand(own.shape)), -1)  # (B, H, N, s, 2s)
+        mask = None
+        if self.options.causal or call.key_mask is not None or q.shape[2] % size:
+            own = blocks.real[..., None, :].expand(b, h, count, size, size)
+            own = own & self._past(q) if self.options.causal else own
+            mask = torch.cat((own, exist[..., None, :].expand(own.shape)), -1).flatten(1, 2)  # (B, H·N, s, 2s)
         x, y, z = (t.flatten(1, 2) for t in (_cut_up(q, size), keys, values))
-        out = sdpa(x, y, z, seen.flatten(1, 2), causal=False, scale=self.options.softmax_scale, call=call)
+        out = sdpa(x, y, z, mask, causal=False, scale=self.options.softmax_scale, call=call)
         return out.view(b, h, count * size, -1)
 
     def _cut(self, q: Tensor, blocks: _Blocks, call: Call) -> Tensor:

@@ -35,8 +35,14 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def bench(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC...", help="Mechanisms with their options.")],
-    n: Annotated[str, typer.Option("--n", help="Sequence lengths, comma-separated.")] = "1024,4096,8192",
+    specs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SPEC...", help="Mechanisms with their options; with --peers, names of peers."),
+    ] = None,
+    n: Annotated[
+        str | None,
+        typer.Option("--n", help="Sequence lengths, comma-separated. Default: 1024,4096,8192; with --peers 4096."),
+    ] = None,
     backward: Annotated[
         bool, typer.Option("--backward", help="Measure forward and backward, not forward alone.")
     ] = False,
@@ -58,6 +64,18 @@ def bench(
     png: Annotated[
         Path | None, typer.Option("--png", help="Draw time and memory against the length into this file.")
     ] = None,
+    peers: Annotated[
+        bool,
+        typer.Option(
+            "--peers",
+            help="Measure layers against other implementations of the same mechanism (the extra `peers` and "
+            "transformers), each causal or not as it is listed. Without names: all that are installed. Rows of "
+            "other peers that the JSON file already has are kept.",
+        ),
+    ] = False,
+    crossover: Annotated[
+        bool, typer.Option(help="With --peers: look for the length from which our layer beats full attention.")
+    ] = True,
 ) -> None:
     """Measure mechanisms against full attention in the same run, on the CPU in float32.
 
@@ -66,9 +84,20 @@ def bench(
 
     With --decode, one token after n others is measured against full attention over a preallocated key/value cache.
     """
-    lengths = parse_lengths(n)
     for path in (json, png):
         _check_writable(path)
+    if peers:
+        if png is not None or causal:
+            raise typer.BadParameter("--peers goes with neither --png nor --causal")
+        from subquad.bench import Setting
+        from subquad.cli.peers import measure_and_print
+
+        given = Setting(batch=batch, heads=heads, head_dim=head_dim, backward=backward)
+        lengths = None if n is None else parse_lengths(n)
+        return measure_and_print(specs or [], lengths, given, repeats, json, crossover)
+    if not specs:
+        raise typer.BadParameter("SPEC is missing: name one mechanism or more, or pass --peers")
+    lengths = parse_lengths("1024,4096,8192" if n is None else n)
     for spec in specs:
         check_name(spec)
     from subquad.bench import Setting, busy

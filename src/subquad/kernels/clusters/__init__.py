@@ -5,8 +5,10 @@
 
 `op` has the entrances, schemas and derivatives. The pools run in Numba on a CPU (`cpu`), elsewhere as in `reference`.
 The attention is made of products of small matrices (`layout`, `tiles`), on any device; `reference` has it dense.
+`meetings` sums over queries and keys that are clustered each for themselves.
 """
 
+from subquad.kernels.clusters.meetings import met_sums
 from subquad.kernels.clusters.op import cluster_attention, cluster_prefix
 
-__all__ = ["cluster_attention", "cluster_prefix"]
+__all__ = ["cluster_attention", "cluster_prefix", "met_sums"]

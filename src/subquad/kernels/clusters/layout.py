@@ -25,13 +25,29 @@ class Tiles(NamedTuple):
     rows: Tensor  # (S, R)
     keys: Tensor  # (S, M)
     hidden: Tensor  # bool (S, R or 1, M)
+    selves: Tensor | None = None  # (S, R): where a query stands among its keys, if it should rather not see itself
 
 
 class Layout:
-    """Who attends to whom, from the clusters of all tokens of G sequences."""
+    """Who attends to whom, from the clusters of all tokens of G sequences.
 
-    def __init__(self, order: Tensor, cluster: Tensor, real: Tensor, clusters: int, causal: bool) -> None:
+    chunk > 0: a query sees those of its cluster that are in its own chunk or in the one before, where the c-th `chunk`
+    members of a cluster are its c-th chunk. That rank counts earlier tokens alone: nothing of the future is in it.
+    """
+
+    def __init__(
+        self,
+        order: Tensor,
+        cluster: Tensor,
+        real: Tensor,
+        clusters: int,
+        causal: bool,
+        chunk: int = 0,
+        avoid_self: bool = False,
+    ) -> None:
         (g, self.n), self.clusters, self.causal = cluster.shape, clusters, causal
+        self.chunk, self.avoid_self = chunk, avoid_self
+        self.rows = ROWS if chunk % ROWS == 0 or chunk > 2 * ROWS else chunk  # queries of a tile
         self.order, self.total = order, cluster.numel()
         label = (cluster + torch.arange(g, device=order.device)[:, None] * clusters).flatten()  # (N,)
         self.tag = torch.cat((label, label.new_full((1,), -1)))  # (N + 1,): the cluster, numbered over all sequences
@@ -56,28 +72,38 @@ class Layout:
             self.end[members[again]] = following[again] % self.n
 
     def own(self, last_query_only: bool) -> Iterator[Tiles]:
-        """Every token to its cluster, causal up to itself; `last_query_only`: the last of a cluster, to all of it."""
-        blocks = -(-self.sizes // ROWS)  # (G·C,)
+        """Every token to its cluster, causal up to itself; `last_query_only`: only the last of each cluster, to all of it."""
+        size, upward = self.rows, self.causal and not last_query_only
+        blocks = -(-self.sizes // size)  # (G·C,)
         counts = blocks.clamp(max=1) if last_query_only else blocks
         owner = torch.arange(len(blocks), device=blocks.device).repeat_interleave(counts)  # (tiles,)
         number = torch.arange(len(owner), device=blocks.device) - (counts.cumsum(0) - counts)[owner]
-        upward = self.causal and not last_query_only
-        width, by_width = (number + 1 if upward else blocks[owner]).sort(stable=True)
-        place = torch.arange(ROWS, device=blocks.device)
+        first, stop = torch.zeros_like(number), (number + 1 if upward else blocks[owner]) * size
+        if self.chunk:
+            first = ((number * size // self.chunk - 1) * self.chunk).clamp_(min=0)
+            stop = stop.minimum((((number + 1) * size - 1) // self.chunk + 1) * self.chunk)
+        width, by_width = (stop - first).sort(stable=True)
         widths, repeats = (x.tolist() for x in width.unique_consecutive(return_counts=True))
         for w, same in zip(widths, by_width.split(repeats), strict=True):
-            reach = torch.arange(w * ROWS, device=blocks.device)
-            above = reach > place[:, None] + (w - 1) * ROWS  # (R, M)
-            for tiles in same.split(max(1, BATCH // (ROWS * ROWS * w))):
-                who = owner[tiles]
-                rows = (
-                    self.last[who][:, None]
-                    if last_query_only
-                    else self._tokens(who, number[tiles][:, None] * ROWS + place)
-                )
-                keys = self._tokens(who, reach)
-                hidden = ~self.real[keys][:, None]  # (S, 1, M)
-                yield Tiles(rows, keys, hidden | above if upward else hidden)
+            for tiles in same.split(max(1, BATCH // (size * w))):
+                yield self._own_tiles(owner[tiles], number[tiles][:, None], first[tiles][:, None], w, last_query_only)
+
+    def _own_tiles(self, owner: Tensor, number: Tensor, first: Tensor, width: int, last_query_only: bool) -> Tiles:
+        """Tiles (S,) of the clusters `owner`, with the keys of the ranks first … first + width - 1."""
+        place = torch.arange(self.rows, device=owner.device)
+        reach = torch.arange(width, device=owner.device)
+        rank, among = number * self.rows + place, first + reach  # (S, R), (S, M)
+        keys = self._tokens(owner, among)
+        if last_query_only:
+            return Tiles(self.last[owner][:, None], keys, ~self.real[keys][:, None])
+        hidden = ~self.real[keys][:, None]  # (S, 1, M)
+        if self.causal:
+            hidden = hidden | (reach > place[:, None] + width - self.rows)  # its own rank is the last but R - 1 - place
+        if self.chunk % self.rows:  # a tile with queries of two chunks
+            back = rank[..., None] // self.chunk - among[:, None] // self.chunk  # (S, R, M)
+            hidden = hidden | (back < 0) | (back > 1)
+        selves = (rank - first).clamp_(max=width - 1) if self.avoid_self else None
+        return Tiles(self._tokens(owner, rank), keys, hidden, selves)
 
     def _tokens(self, owner: Tensor, rank: Tensor) -> Tensor:
         """The tokens with these ranks (S or 1, …) in the clusters `owner` (S,), N where there is none."""
@@ -115,6 +141,21 @@ class Layout:
         before = latest.view(g, stretches, self.clusters).cummax(1).values
         before = torch.cat((before.new_full((g, 1, self.clusters), -1), before[:, :-1]), 1)
         return torch.where(before < 0, self.total, before)
+
+    def asked(self, keys: Layout) -> Iterator[Tiles]:
+        """Every token to those that are in the same cluster by `keys`, another layout of the same tokens."""
+        owner = torch.arange(len(self.sizes), device=self.sizes.device)[(self.sizes > 0) & (keys.sizes > 0)]
+        owner = owner.repeat_interleave(-(-self.sizes[owner] // ROWS))
+        number = torch.arange(len(owner), device=owner.device) - torch.searchsorted(owner, owner)
+        width, by_width = (-(-keys.sizes[owner] // ROWS) * ROWS).sort(stable=True)
+        widths, repeats = (x.tolist() for x in width.unique_consecutive(return_counts=True))
+        place = torch.arange(ROWS, device=owner.device)
+        for w, same in zip(widths, by_width.split(repeats), strict=True):
+            for tiles in same.split(max(1, BATCH // (ROWS * w))):
+                rows = self._tokens(owner[tiles], number[tiles][:, None] * ROWS + place)  # (S, R)
+                seen = keys._tokens(owner[tiles], torch.arange(w, device=owner.device)[None])  # (S, M)
+                hidden = ~self.real[seen][:, None]  # (S, 1, M)
+                yield Tiles(rows, seen, hidden | (seen[:, None] > rows[..., None]) if self.causal else hidden)
 
     def tiles(self, last_query_only: bool, summaries: bool) -> Iterator[tuple[Tiles, int]]:
         """All tiles, and which keys they are about: 0 the tokens, 1 the summaries."""

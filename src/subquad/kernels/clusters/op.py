@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels.clusters import cpu, reference, tiles
-from subquad.kernels.clusters.layout import Layout
 
 prefix_op = torch.library.custom_op("subquad::cluster_prefix", mutates_args=())(reference.prefix)
 prefix_backward_op = torch.library.custom_op("subquad::cluster_prefix_backward", mutates_args=())(
@@ -41,18 +40,24 @@ def cluster_attention(
     last_query_only: bool = False,
     dropout: float = 0.0,
     seed: Tensor | None = None,
+    chunk: int = 0,
+    avoid_self: bool = False,
 ) -> Tensor:
     """One softmax over the own cluster's tokens and, if given, the summaries of the others: (G, n, d).
 
     q (G, n, d); keys, values: those of the tokens and, where wanted, those of the summaries that stand at the tokens,
     (G, n, d) each; `where`: order (G·n,) sorts all tokens by sequence, cluster and time; cluster int64 and real bool
-    (G, n). `last_query_only`: only the last token of each cluster has a query, which sees all of it. Who sees nothing
-    gets 0.
+    (G, n). `last_query_only`: a query only at the last token of each cluster, which sees all of it. Who sees nothing gets 0.
+
+    Several rounds of clusters, order (R, G·n) and cluster (R, G, n), share the softmax; who is met in several rounds
+    counts as often. `chunk` > 0 cuts clusters into chunks (see `Layout`); with `avoid_self` a token attends to itself
+    only where it meets nobody else.
     """
     if dropout and seed is None:
         raise TypeError("seed must be an int64 tensor where dropout > 0, not None")
     seed = seed if dropout else None
-    return attention_op(q, keys, values, *where, seed, clusters, causal, last_query_only, scale, dropout)[0]
+    about = (clusters, causal, last_query_only, scale, dropout, chunk, avoid_self)
+    return attention_op(q, keys, values, *where, seed, *about)[0]
 
 
 @prefix_op.register_fake
@@ -66,7 +71,7 @@ def _(grad, x, out, cluster, real, clusters, is_max):
 
 
 @attention_op.register_fake
-def _(q, keys, values, order, cluster, real, seed, clusters, causal, last_query_only, scale, dropout):
+def _(q, keys, values, *about):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2])
 
 
@@ -94,7 +99,7 @@ def _attention_grad(ctx, grad, _):
     layout, rest = rest[:4], rest[4:]
     m = len(rest) // 2
     dq, *dkv = attention_backward_op(grad, q, rest[:m], rest[m:], out, lse, *layout, *ctx.settings)
-    return dq, dkv[:m], dkv[m:], *[None] * 9
+    return dq, dkv[:m], dkv[m:], *[None] * 11
 
 
 prefix_op.register_autograd(_prefix_grad, setup_context=_save_prefix)
@@ -102,10 +107,12 @@ attention_op.register_autograd(_attention_grad, setup_context=_save_attention)
 
 
 @register_flop_formula(torch.ops.subquad.cluster_attention, get_raw=True)
-def _flops(q, keys, values, order, cluster, real, seed, clusters, causal, last_query_only, *args, **kwargs) -> int:
-    found = Layout(order, cluster, real, clusters, causal).tiles(last_query_only, bool(keys[1:]))
-    pairs = (t.hidden.shape[0] * t.rows.shape[1] * t.keys.shape[1] for t, _ in found)
-    return 4 * q.shape[2] * sum(pairs)
+def _flops(
+    q, keys, values, order, cluster, real, seed, clusters, causal, last_query_only, scale, dropout, *chunks, **kwargs
+) -> int:
+    layouts = tiles.rounds(order, cluster, real, clusters, causal, *chunks[:1])
+    found = (t for layout in layouts for t, _ in layout.tiles(last_query_only, bool(keys[1:])))
+    return 4 * q.shape[2] * sum(t.hidden.shape[0] * t.rows.shape[1] * t.keys.shape[1] for t in found)
 
 
 @register_flop_formula(torch.ops.subquad.cluster_attention_backward, get_raw=True)

@@ -6,7 +6,8 @@ logsumexp. Tokens are numbered through all sequences; behind the last one stands
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,17 +30,20 @@ def attention(
     last_query_only: bool,
     scale: float,
     dropout: float,
+    chunk: int,
+    avoid_self: bool,
 ) -> tuple[Tensor, Tensor]:
     """out (G, n, d) and its logsumexp (G, n), -inf where a query sees nothing."""
     g, n, d = q.shape
-    layout, dropped = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
+    layouts, dropped = rounds(order, cluster, real, clusters, causal, chunk, avoid_self), _dropout(seed, dropout, real)
     flat, tokens = _flat(q), [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
     out, lse = q.new_zeros(g * n + 1, d), q.new_full((g * n + 1,), -torch.inf)  # the last one is nobody's
-    for tiles, source in layout.tiles(last_query_only, bool(keys[1:])):
+    for tiles, source in (pair for layout in layouts for pair in layout.tiles(last_query_only, bool(keys[1:]))):
         k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
         p, here = _softmax(tiles, _take(flat, tiles.rows), k, scale)
         _absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
-    return out[:-1].view(g, n, d), lse[:-1].view(g, n)
+    out, lse = out[:-1].view(g, n, d), lse[:-1].view(g, n)
+    return (_with_itself(out, lse, q, values[0], real) if avoid_self else out), lse
 
 
 def attention_backward(
@@ -58,16 +62,19 @@ def attention_backward(
     last_query_only: bool,
     scale: float,
     dropout: float,
+    chunk: int,
+    avoid_self: bool,
 ) -> list[Tensor]:
     """Gradients of q, of all keys, of all values: with p = exp(s - lse), ds = p·(grad·v - grad·out)."""
-    layout, dropped = Layout(order, cluster, real, clusters, causal), _dropout(seed, dropout, real)
+    layouts, dropped = rounds(order, cluster, real, clusters, causal, chunk, avoid_self), _dropout(seed, dropout, real)
     delta = torch.cat(((grad * out).sum(-1).flatten(), grad.new_zeros(1)))[:, None]  # (N + 1, 1)
-    lse = torch.cat((lse.masked_fill(lse == -torch.inf, torch.inf).flatten(), lse.new_full((1,), torch.inf)))[:, None]
+    alone = lse == -torch.inf
+    lse = torch.cat((lse.masked_fill(alone, torch.inf).flatten(), lse.new_full((1,), torch.inf)))[:, None]
     found = [x.new_zeros(x.shape[0] * x.shape[1] + 1, x.shape[2]) for x in (q, *keys, *values)]
     dq, *dkv = found
     flat, upstream = _flat(q), _flat(grad)
     tokens = [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
-    for tiles, source in layout.tiles(last_query_only, bool(keys[1:])):
+    for tiles, source in (pair for layout in layouts for pair in layout.tiles(last_query_only, bool(keys[1:]))):
         k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
         a, g = _take(flat, tiles.rows), _take(upstream, tiles.rows)  # (S, R, d)
         p, here = _softmax(tiles, a, k, scale)
@@ -78,7 +85,21 @@ def attention_backward(
         _add(dq, tiles.rows, torch.bmm(ds, k))
         _add(dkv[source], tiles.keys, torch.bmm(ds.mT, a))
         _add(dkv[len(keys) + source], tiles.keys, torch.bmm(p.mT, g))
+    if avoid_self:  # who met nobody has its own value
+        dkv[len(keys)][:-1] += (grad * (alone & real)[..., None]).flatten(0, 1)
     return [x[:-1].view(like.shape) for x, like in zip(found, (q, *keys, *values), strict=True)]
+
+
+def _with_itself(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    """out, with the own value for a token that met nobody else."""
+    alone = ((lse == -torch.inf) & real)[..., None]
+    return torch.where(alone, v.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan), out)
+
+
+def rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any) -> Iterator[Layout]:
+    """One layout per round: order (N,) or (R, N), cluster (G, n) or (R, G, n)."""
+    for own in zip(order.view(-1, real.numel()), cluster.view(-1, *real.shape), strict=True):
+        yield Layout(*own, real, *about)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -108,6 +129,8 @@ def _softmax(tiles: Tiles, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, 
     """
     hidden = tiles.hidden.to(q.dtype).mul_(torch.finfo(q.dtype).min).mul_(2)  # 0 or -inf, faster than masked_fill_
     s = torch.baddbmm(hidden, q, k.mT, alpha=scale)
+    if tiles.selves is not None:
+        s.scatter_(-1, tiles.selves[..., None], -torch.inf)
     top = s.amax(-1, keepdim=True)
     empty = top == -torch.inf
     s[..., :1].masked_fill_(empty, 0)

@@ -24,14 +24,18 @@ SLAB = 1 << 15  # tokens that are worked on at a time, so that what lies between
 
 
 def divide(total: Tensor, den: Tensor) -> Tensor:
-    """total (…, d) / den (…), 0 where the denominator vanishes."""
-    empty = (den <= smallest(den.dtype))[..., None]
-    return total.div_(den[..., None].masked_fill(empty, 1)).masked_fill_(empty, 0)
+    """total (…, d) / den (…) in place, 0 where the denominator vanishes."""
+    return total.mul_(_inverse(den)[..., None])
+
+
+def _inverse(den: Tensor) -> Tensor:
+    empty = den <= smallest(den.dtype)
+    return den.masked_fill(empty, 1).reciprocal_().masked_fill_(empty, 0)
 
 
 def divided_gradients(grad: Tensor, out: Tensor, den: Tensor) -> tuple[Tensor, Tensor]:
     """g (G, n, d) and h (G, n) of the backward."""
-    g = divide(grad.clone(memory_format=torch.contiguous_format), den)
+    g = (grad * _inverse(den)[..., None]).contiguous()
     return g, -(g * out).sum(-1)
 
 

@@ -89,23 +89,24 @@ def selected(
     x, y, z, o, s = (t.flatten(0, 1) for t in (q, k, v, out, lse))  # views (G, n, d) and (G, n)
     for g, rows, keys, mask in _visits(chosen, key_mask, block):
         mask = None if mask is None else mask.to(q.dtype)
-        new, here = _attend(x[g], rows, y[g, keys], z[g, keys], mask, scale)  # (r, d), (r,)
-        before = s[g, rows]
+        count, padded = len(rows), F.pad(rows, (0, -len(rows) % TILE))  # whole tiles
+        new, here = _attend(x[g], padded, y[g, keys], z[g, keys], mask, scale)  # (r, d), (r,)
+        before = s[g, padded]
         total = torch.logaddexp(before, here)
-        o[g, rows] = o[g, rows] * (before - total).exp()[:, None] + new * (here - total).exp()[:, None]
-        s[g, rows] = total
+        old, share = ((t - total).exp()[:count, None] for t in (before, here))
+        o[g, rows] = o[g, rows] * old + new[:count] * share
+        s[g, rows] = total[:count]
     return out, lse
 
 
 def _attend(q: Tensor, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Some rows of q (n, d) to one block. In tiles of a fixed height: how a matrix product rounds a row depends on the
-    number of rows, and so a query would change in the last digit with what later queries choose.
+    """Some rows of q (n, d) to one block. In tiles of a fixed height: how a matrix product or an exponential rounds a
+    row depends on the number of rows, and so a query would change in the last digit with what later queries choose.
     """
-    count = len(rows)
-    tiles = q[F.pad(rows, (0, -count % TILE))].unflatten(0, (-1, TILE))[None]  # (1, A, TILE, d)
+    tiles = q[rows].unflatten(0, (-1, TILE))[None]  # (1, A, TILE, d)
     keys, values = (t.expand(1, tiles.shape[1], *t.shape) for t in (k, v))
     out, lse = _flash(tiles, keys, values, attn_mask=mask, scale=scale)
-    return out.flatten(0, 2)[:count], lse.flatten()[:count]
+    return out.flatten(0, 2), lse.flatten()
 
 
 @torch.library.custom_op("subquad::selected_backward", mutates_args=())

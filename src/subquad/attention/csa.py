@@ -1,0 +1,113 @@
+"""Compressed sparse attention (DeepSeek-V4): a sliding window, and the entries that an index finds for a query.
+
+    c_w = norm( Σ softmax(x_j W_z + b_j) ⊙ x_j W_c )          over the tokens of block w and, with weights of their own,
+                                                             of block w - 1: entries overlap
+    I_iw = Σ_h (x_i W_g)_h ReLU(u_ih·s_w)                    u = x W_u, s_w: small entries of the index, made as c_w is
+    out_i = R_i⁻¹ Σ_{e ∈ near(i) ∪ top(i)} e^(q_i·e·scale) e / Z_i     top(i): `topk` complete entries, largest I first
+
+    O(n·(window + topk) + n²/rate) with n²/rate cheap products of the index; all else is as in `hca`
+
+The function is that of the eager code in transformers (`DeepseekV4Attention` with `DeepseekV4CSACompressor`), where the
+queries of the index come from the low-rank queries; a positive factor per query changes no choice. The choice has no
+gradient, so the index is not trained by the output. Of entries with equal I, earlier ones are preferred.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subquad.attention.base import Call
+from subquad.attention.hca import HCA, CompressedOptions, Compressor, project, rotate
+from subquad.core.options import option
+
+AT_ONCE = 1 << 24  # scores of the index at a time
+
+
+class Index(nn.Module):
+    """Which entries suit a query."""
+
+    def __init__(self, width: int, options: Any) -> None:
+        super().__init__()
+        heads, size = options.index_heads or options.num_heads, options.index_size
+        self.options = replace(options, head_dim=size, rotary=min(options.rotated, size))
+        self.queries = nn.Linear(width, heads * size, bias=False)  # W_u
+        self.gates = nn.Linear(width, heads, bias=False)  # W_g
+        self.compress = Compressor(width, size, options.rate, overlap=True, options=self.options)
+
+    @torch.no_grad()
+    def scores(self, x: Tensor, small: Tensor, rows: slice) -> Tensor:
+        """I of the queries `rows`, (B, r, m), from the small entries (B, m, c)."""
+        tokens, size = x[:, rows], self.options.head_dim
+        place = torch.arange(x.shape[1], device=x.device)[rows]
+        u = project(tokens, self.queries).unflatten(-1, (-1, size)).transpose(1, 2)  # (B, h, r, c)
+        u = rotate(u, place, self.options)
+        gates = project(tokens, self.gates).mT[..., None]  # (B, h, r, 1)
+        return ((u @ small[:, None].mT).relu_() * gates).sum(1)
+
+
+class CSA(HCA):
+    __doc__ = __doc__
+
+    cost = "n·(window + topk) + n²/rate"
+    overlap = True
+    sparse = True
+    examples: Any = ({"window": 5, "rate": 4, "topk": 3}, {"window": 2, "rate": 2, "topk": 4, "index_heads": 3})
+    gallery = {"window": 12, "rate": 4, "topk": 6}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(CompressedOptions):
+        rate: int = option(4, "tokens from one entry to the next", ge=1)
+        topk: int = option(512, "entries that a query sees", ge=1)
+        index_heads: int | None = option(None, "heads of the index; None = num_heads", ge=1)
+        index_dim: int | None = option(None, "width of its heads, even; None = head_dim/4", ge=2)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.index_dim is not None and self.index_dim % 2:
+                raise ValueError(f"index_dim must be even, not {self.index_dim}")
+
+        @property
+        def index_size(self) -> int:
+            return self.index_dim or max(2, self.head_dim // 8 * 2)
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.index = Index(self.width, options)
+
+    def _seen(self, x: Tensor, y: Tensor, exist: Tensor, call: Call) -> Tensor:
+        possible, count = super()._seen(x, y, exist, call), self.options.topk  # (B, n, m)
+        if exist.shape[1] <= count:
+            return possible
+        with torch.no_grad():
+            small = self.index.compress(y, call.key_mask).rows  # (B, m, c)
+        step = max(1, AT_ONCE // (len(x) * self.index.gates.out_features * exist.shape[1]))
+        found = []
+        for first in range(0, x.shape[1], step):
+            rows = slice(first, first + step)
+            found.append(_best(self.index.scores(x, small, rows), possible[:, rows], count))
+        return torch.cat(found, 1)
+
+    def picture(self, n: int) -> Tensor:
+        """With the latest entries; the real ones depend on the tokens."""
+        i, j, o = torch.arange(n)[:, None], torch.arange(n), self.options
+        entry, done = j // o.rate, (i + 1) // o.rate
+        far = (entry < done) & (entry >= done - o.topk)
+        return torch.where((i - j < o.window) & (j <= i), 1, 2 * far.int())
+
+    def connections(self, n: int) -> float:
+        o = self.options
+        near = n * min(o.window, n) + n * min(o.topk, n // o.rate)
+        return float(near + n * (n // o.rate) / 2)
+
+
+def _best(scores: Tensor, possible: Tensor, count: int) -> Tensor:
+    """The `count` best of the possible entries, bool (B, r, m); of equal ones the earlier."""
+    scores = scores.masked_fill(~possible, -torch.inf)
+    last = scores.topk(count, -1).values[..., -1:]  # (B, r, 1)
+    better, equal = scores > last, scores == last
+    room = count - better.sum(-1, keepdim=True)
+    return (better | (equal & (equal.cumsum(-1) <= room))) & possible

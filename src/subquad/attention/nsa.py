@@ -1,0 +1,226 @@
+"""Native sparse attention (Yuan et al. 2025): compressed blocks, selected blocks and a window, each gated.
+
+    out_i = Σ_c g_i^c · attention(q_i, K^c_i, V^c_i)          c: compressed, selected, window; g_i = σ(q_i W_g + b_g)
+
+    compressed   k̃_t = MLP(k_{ts} … k_{ts+l-1}), ṽ_t alike: blocks of l = `compress` tokens, one every s = `stride`
+    selected     `topk` blocks of `block` tokens: the first, the own and the one before it, and those with the largest
+                 sum of the compressed softmax over the compressed blocks that touch it
+    window       the last `window` tokens
+    O(n·(topk·block + window) + n²/stride)
+
+Only complete compressed blocks are seen, and within the own block only what is not ahead; it is causal only. The MLP
+has one hidden layer of head_dim units, with positions inside a block added before it, shared by the heads. The choice
+of blocks has no gradient.
+
+Choices. The three branches share k and v (the paper gives each its own projections), and the gates are read from q, not
+from the token. Every head chooses its own blocks; the paper lets the heads that share keys choose together. Padding is
+0 for the MLP, and a compressed block without tokens does not exist. Dropout drops a key or a compressed block for all
+queries of a head at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subquad.attention.base import Call, Capabilities
+from subquad.attention.full import drop_keys
+from subquad.attention.outputs import OutputAttention, within_rows
+from subquad.core.options import Options as BaseOptions
+from subquad.core.options import option
+from subquad.kernels.merge import merge_attention
+from subquad.kernels.pools import spans_with_members
+from subquad.kernels.selected import selected_attention
+from subquad.supports.patterns import Longformer
+from subquad.supports.support import text_of
+
+
+class BlockMLP(nn.Module):
+    """Blocks of l vectors (…, l, d) → vectors (…, d)."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(length, width))
+        self.hidden = nn.Linear(length * width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + self.positions.to(x.dtype)).flatten(-2)
+        hidden = F.linear(x, self.hidden.weight.to(x.dtype), self.hidden.bias.to(x.dtype)).relu()
+        return F.linear(hidden, self.out.weight.to(x.dtype), self.out.bias.to(x.dtype))
+
+
+class NSA(OutputAttention):
+    __doc__ = __doc__
+
+    capabilities = Capabilities(bidirectional=False, weights=False)
+    family = "selected blocks"
+    paper = "Yuan et al. 2025"
+    cost = "n·(topk·block + window) + n²/stride"
+    exponent = 2.0
+    data_dependent = True
+    sparse = True
+    examples = (
+        {"compress": 4, "stride": 2, "block": 4, "topk": 4, "window": 5},
+        {"compress": 4, "stride": 4, "block": 8, "topk": 3, "window": 3},
+    )
+    gallery = {"compress": 4, "stride": 2, "block": 4, "topk": 4, "window": 9}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(BaseOptions):
+        compress: int = option(32, "tokens of a compressed block, a multiple of stride", ge=1)
+        stride: int = option(16, "tokens from one compressed block to the next", ge=1)
+        block: int = option(64, "tokens of a selected block, a multiple of stride", ge=1)
+        topk: int = option(16, "how many blocks a query selects, the first and the last two included", ge=1)
+        window: int = option(512, "tokens of the window, the query included", ge=1)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name in ("compress", "block"):
+                if getattr(self, name) % self.stride:
+                    raise ValueError(f"{name} must be a multiple of stride={self.stride}, not {getattr(self, name)}")
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        h, d = options.num_heads, options.head_dim
+        self.compress_keys = BlockMLP(options.compress, d)
+        self.compress_values = BlockMLP(options.compress, d)
+        self.gates = nn.Parameter(torch.zeros(h, d, 3))
+        self.gate_bias = nn.Parameter(torch.zeros(h, 3))
+        self.sliding = text_of(Longformer(causal=True, window=2 * (options.window - 1)))
+
+    # ---- the fast path ----
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        kind, work, o = q.dtype, torch.promote_types(q.dtype, torch.float32), self.options
+        q, k, v = q.to(work), k.to(work), v.to(work)
+        gates = (q @ self.gates.to(work) + self.gate_bias.to(work)[:, None]).sigmoid()  # (B, H, n, 3)
+        coarse, weights = self._compressed(q, k, v, call)
+        v = drop_keys(v, call)
+        about: dict[str, Any] = {"lengths": call.lengths, "scale": o.softmax_scale}
+        chosen = self._choose(weights.detach(), call)
+        fine = selected_attention(q, k, v, chosen, block=o.block, key_mask=call.key_mask, **about)
+        near = merge_attention(q, [k], [v], self.sliding, "union", q.shape[2], valid=[call.exists], **about)
+        out = gates[..., :1] * coarse + gates[..., 1:2] * fine + gates[..., 2:] * near
+        return within_rows(out, call).to(kind)
+
+    def _compressed(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """The output of the compressed branch (B, H, n, d), and its weights (B, H, n, T)."""
+        o, n = self.options, q.shape[2]
+        count = max(0, (n - o.compress) // o.stride + 1)  # complete blocks
+        if not count:
+            return torch.zeros_like(q), q.new_zeros(*q.shape[:3], 0)
+        keys, values = (
+            mlp(x.unfold(2, o.compress, o.stride).mT)  # (B, H, T, l, d) → (B, H, T, d)
+            for mlp, x in ((self.compress_keys, k), (self.compress_values, v))
+        )
+        end = torch.arange(count, device=q.device) * o.stride + o.compress - 1
+        seen = end <= torch.arange(n, device=q.device)[:, None]  # (n, T)
+        if call.key_mask is not None:
+            seen = seen & call.key_mask.unfold(1, o.compress, o.stride).any(-1)[:, None, None]  # (B, 1, n, T)
+        scores = (q @ keys.mT * o.softmax_scale).masked_fill(~seen, torch.finfo(q.dtype).min)
+        weights = scores.softmax(-1) * seen
+        if call.dropout:
+            assert call.seed is not None
+            values = drop_keys(values, call._replace(key_mask=None, seed=call.seed + 1))
+        return weights @ values, weights
+
+    def _choose(self, weights: Tensor, call: Call) -> Tensor:
+        """The blocks beside the own one, int64 (B, H, n, t), -1 = none. weights (B, H, n, T) without a gradient."""
+        o, n = self.options, weights.shape[2]
+        count = -(-n // o.block)
+        importance = self._importance(weights, count)  # (B, H, n, N)
+        own = torch.arange(n, device=weights.device)[:, None] // o.block
+        number = torch.arange(count, device=weights.device)
+        importance = importance + self._forced * ((number == 0) | (number == own - 1))
+        allowed = number < own  # (n, N)
+        if call.key_mask is not None:
+            allowed = allowed & spans_with_members(call.key_mask, o.block)[:, :, None, :count]  # (B, 1, n, N)
+        if call.lengths is not None:
+            inside = torch.arange(n, device=weights.device) < call.lengths[:, None]  # (B, n)
+            allowed = allowed & inside[:, None, :, None]
+        best = importance.masked_fill(~allowed, -torch.inf).topk(min(o.topk - 1, count), -1)
+        return best.indices.masked_fill(best.values == -torch.inf, -1)
+
+    @property
+    def _forced(self) -> float:
+        """The importance of a block that is always selected: more than all pieces of compressed blocks have."""
+        return 2.0 * self.options.compress / self.options.stride
+
+    def _importance(self, weights: Tensor, count: int) -> Tensor:
+        """The compressed weights that touch each block, (B, H, n, T) → (B, H, n, N)."""
+        o, pieces = self.options, self.options.compress // self.options.stride
+        # compressed blocks and selected ones are made of pieces of `stride` tokens
+        parts = [F.pad(weights, (shift, pieces - 1 - shift)) for shift in range(pieces)]
+        total = torch.stack(parts).sum(0)[..., : count * o.block // o.stride]  # (B, H, n, pieces of the sequence)
+        total = F.pad(total, (0, count * o.block // o.stride - total.shape[-1]))
+        return total.unflatten(-1, (count, -1)).sum(-1)
+
+    # ---- the definition ----
+
+    def define_output(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        n = q.shape[2]
+        real = torch.ones(len(q), n, dtype=torch.bool, device=q.device) if call.key_mask is None else call.key_mask
+        place = torch.arange(n, device=q.device)
+        recent = (place <= place[:, None]) & (place > place[:, None] - self.options.window)
+        logits = torch.einsum("bhnd,hdc->bhnc", q, self.gates.to(q.dtype)) + self.gate_bias.to(q.dtype)[:, None]
+        rows = []
+        for b, gates in enumerate(logits.sigmoid()):
+            x = q[b] * self.options.softmax_scale
+            coarse, seen = self._define_choice(x, k[b], v[b], real[b])
+            branches = (coarse, _over(x, k[b], v[b], seen), _over(x, k[b], v[b], recent & real[b]))
+            rows.append(torch.stack(branches, -1).mul(gates[:, :, None]).sum(-1))
+        return torch.stack(rows)
+
+    def _define_choice(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """The compressed branch (H, n, d) of one row, and who is in the selected blocks, bool (H, n, n)."""
+        o, n = self.options, q.shape[1]
+        starts = [t for t in range(0, n - o.compress + 1, o.stride) if real[t : t + o.compress].any()]
+        weights, coarse = q.new_zeros(*q.shape[:2], 0), torch.zeros_like(q) * q
+        if starts:
+            keys = torch.stack([self.compress_keys(k[:, t : t + o.compress]) for t in starts], 1)  # (H, T, d)
+            values = torch.stack([self.compress_values(v[:, t : t + o.compress]) for t in starts], 1)
+            done = torch.tensor(starts, device=q.device) + o.compress <= torch.arange(n, device=q.device)[:, None] + 1
+            coarse, weights = _over(q, keys, values, done), _weights(q, keys, done)
+        touch = q.new_zeros(len(starts), -(-n // o.block))  # how many pieces of a compressed block are in a block
+        for t, start in enumerate(starts):
+            for piece in range(start, start + o.compress, o.stride):
+                touch[t, piece // o.block] += 1
+        importance = (weights.detach() @ touch).tolist()  # [H][n][N]
+        seen = torch.zeros(len(q), n, n, dtype=torch.bool, device=q.device)
+        for h, i in ((h, i) for h in range(len(q)) for i in range(n)):
+            own, row = i // o.block, importance[h][i]
+            earlier = [c for c in range(own) if real[c * o.block : (c + 1) * o.block].any()]
+            value = {c: row[c] + self._forced * (c in (0, own - 1)) for c in earlier}
+            for c in sorted(value, key=value.__getitem__, reverse=True)[: o.topk - 1]:
+                seen[h, i, c * o.block : (c + 1) * o.block] = True
+            seen[h, i, own * o.block : i + 1] = True
+        return coarse, seen & real
+
+    # ---- pictures and counts ----
+
+    def picture(self, n: int) -> Tensor:
+        """The window, the first block and the last two; the other selected blocks depend on q and k."""
+        i, j, o = torch.arange(n)[:, None], torch.arange(n), self.options
+        own = i // o.block
+        direct = (i - j < o.window) | (j // o.block >= own - 1) | (j < o.block)
+        return torch.where(direct, 1, 2) * self.support(n)
+
+    def connections(self, n: int) -> float:
+        o = self.options
+        fine = sum(min(o.topk - 1, i // o.block) * o.block + i % o.block + 1 for i in range(n))
+        return float(fine + n * min(o.window, n) + n * (n // o.stride) / 2)
+
+
+def _weights(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """q with its scale. Softmax over the keys that are seen, (H, n, m); 0 where none is."""
+    scores = (q @ k.mT).masked_fill(~seen, torch.finfo(q.dtype).min)
+    return scores.softmax(-1) * seen
+
+
+def _over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    return _weights(q, k, seen) @ v

@@ -1,0 +1,81 @@
+"""`subquad bench --peers`: our layers against other implementations of the same mechanism."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.table import Table
+
+from subquad.core.console import err, out
+
+if TYPE_CHECKING:
+    from subquad.bench import Setting
+    from subquad.peers import PeerRow
+
+
+def measure_and_print(
+    names: Sequence[str], lengths: list[int] | None, setting: Setting, repeats: int, json: Path | None, crossover: bool
+) -> None:
+    from subquad.bench import write
+    from subquad.peers import measure_peers, report
+
+    if lengths is not None and len(lengths) > 1:
+        raise typer.BadParameter(f"--peers takes one length, not {len(lengths)}")
+    before = _rows_of(json, setting)
+    console, rows = err(), []
+    with console.status("") as status:
+        tell = status.update if console.is_terminal else (lambda what: None)
+        n = None if lengths is None else lengths[0]
+        for rows in measure_peers(names, setting, n=n, repeats=repeats, crossover=crossover, tell=tell):
+            if json is not None:
+                content = report(rows, setting)
+                write(json, content | {"rows": merged(before, content["rows"])})
+    way = "forward + backward" if setting.backward else "forward"
+    sizes = f"batch {setting.batch}, {setting.heads} heads × {setting.head_dim}, float32, CPU"
+    out().print(f"{way}, layers with projections, {sizes}", style="bold", soft_wrap=True)
+    out().print(table(rows))
+    out().print("pays from: the shortest length tried from which our layer beats full attention", style="dim")
+    if json is not None:
+        out().print(f"results: {json}", soft_wrap=True)
+
+
+def _rows_of(json: Path | None, setting: Setting) -> list[dict[str, Any]]:
+    """The rows that a file already has, if they belong to the same setting."""
+    from subquad.peers import report
+
+    if json is None or not json.exists():
+        return []
+    content = json_text.loads(json.read_text())
+    here = report([], setting)
+    for part in ("setting", "machine"):
+        if content.get(part) != here[part]:
+            raise typer.BadParameter(f"{json} already contains results of another {part}: {content.get(part)}")
+    return content["rows"]
+
+
+def merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New rows in place of old ones of the same peer, length and direction."""
+    key = lambda row: (row["peer"], row["n"], row["backward"])  # noqa: E731
+    fresh = {key(row): row for row in new}
+    kept = [fresh.pop(key(row), row) for row in before]
+    return kept + list(fresh.values())
+
+
+def table(rows: Sequence[PeerRow]) -> Table:
+    from subquad.cli.bench import seconds
+
+    result = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("peer", "ours", "n", "our time", "its time", "ratio", "full attention", "pays from"):
+        result.add_column(title, justify="left" if title in ("peer", "ours") else "right")
+    for row in rows:
+        times = (seconds(x) for x in (row.seconds, row.peer_seconds))
+        pays = "–" if not row.tried else f"{row.crossover:,}" if row.crossover else f"beyond {row.tried[-1]:,}"
+        result.add_row(
+            f"{row.peer} ({row.package})", row.spec, f"{row.n:,}", *times, f"{row.ratio:.2f}",
+            seconds(row.full_seconds), pays,
+        )  # fmt: skip
+    return result

@@ -1,0 +1,178 @@
+"""Sums over the pairs of a query and a key that are in the same cluster, each sorted for itself.
+
+    exact_i = Σ_j softmax_j(q_i·k_j·scale) v_j, its logsumexp, and over_i = Σ_j a_i·b_j e^(t_j - t_i) v_j
+
+over the keys j (causal: j ≤ i) whose cluster is that of query i. Scores live for one batch of tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from subquad.kernels.clusters.layout import Layout, Tiles
+from subquad.kernels.clusters.tiles import _add, _flat, _softmax, _take
+
+
+def met_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales: Tensor | None,
+    where: tuple[Tensor, Tensor, Tensor, int],
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """exact (B, H, n, e), lse (B, H, n), -inf where a query meets no key, and over (B, H, n, e).
+
+    q, k (B, H, n, d), v (B, H, n, e), a, b (B, H, n, f), scales (B, H, n) never falling, or None for 0, without a
+    gradient; where: clusters of queries and of keys, int64 (B, H, n), real bool (B, n), and how many clusters.
+    """
+    asks, answers, real, clusters = where
+    real = real[:, None].expand(asks.shape).flatten(0, 1).contiguous()  # (G, n)
+    tensors = [t.flatten(0, 1).contiguous() for t in (q, k, v, a, b)]
+    scales = None if scales is None else scales.detach().flatten(0, 1).contiguous()
+    labels = [t.flatten(0, 1).contiguous() for t in (asks, answers)]
+    found = meet(*tensors, scales, *labels, real, clusters, causal, scale)
+    exact, lse, over = (t.unflatten(0, q.shape[:2]) for t in found)
+    return exact, lse, over
+
+
+def _tiles(asks: Tensor, answers: Tensor, real: Tensor, clusters: int, causal: bool):
+    sequence = torch.arange(len(real), device=real.device)[:, None] * clusters
+    layouts = [
+        Layout((sequence + label).flatten().argsort(stable=True), label, real, clusters, causal)
+        for label in (asks, answers)
+    ]
+    return layouts[0].asked(layouts[1])
+
+
+def _rough(tiles: Tiles, a: Tensor, b: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The factors that hide and scale the products of features, and the scaled products: (S, R, M) each."""
+    factor = (~tiles.hidden).to(a.dtype)
+    if scales is not None:
+        ends = _take(scales, tiles.keys)[:, None] - _take(scales, tiles.rows)[..., None]  # t_j - t_i
+        factor = factor * ends.clamp_(max=0).exp_()
+    return factor, torch.bmm(a, b.mT).mul_(factor)
+
+
+@torch.library.custom_op("subquad::meet", mutates_args=())
+def meet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales: Tensor | None,
+    asks: Tensor,
+    answers: Tensor,
+    real: Tensor,
+    clusters: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums of the module docstring, everything (G, n, …): exact, lse, over."""
+    (g, n, e), nobody = v.shape, v.shape[0] * v.shape[1]
+    exact, over, lse = v.new_zeros(nobody + 1, e), v.new_zeros(nobody + 1, e), v.new_full((nobody + 1,), -torch.inf)
+    x, y, z, f, h = (_flat(t) for t in (q, k, v, a, b))
+    t = None if scales is None else scales.flatten()
+    for tiles in _tiles(asks, answers, real, clusters, causal):
+        values = _take(z, tiles.keys)  # (S, M, e)
+        p, here = _softmax(tiles, _take(x, tiles.rows), _take(y, tiles.keys), scale)
+        rough = _rough(tiles, _take(f, tiles.rows), _take(h, tiles.keys), t)[1]
+        rows = tiles.rows.flatten()
+        lse.index_copy_(0, rows, here.flatten())
+        p.masked_fill_(here == -torch.inf, 0)
+        exact.index_copy_(0, rows, torch.bmm(p, values).flatten(0, 1))
+        over.index_copy_(0, rows, torch.bmm(rough, values).flatten(0, 1))
+    return exact[:-1].view(g, n, e), lse[:-1].view(g, n), over[:-1].view(g, n, e)
+
+
+@torch.library.custom_op("subquad::meet_backward", mutates_args=())
+def meet_backward(
+    d_exact: Tensor,
+    d_lse: Tensor,
+    d_over: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales: Tensor | None,
+    exact: Tensor,
+    lse: Tensor,
+    asks: Tensor,
+    answers: Tensor,
+    real: Tensor,
+    clusters: int,
+    causal: bool,
+    scale: float,
+) -> list[Tensor]:
+    """Gradients of q, k, v, a and b: ds = p·(grad·v - grad·exact + grad of lse)."""
+    x, y, z, f, h, up = (_flat(t) for t in (q, k, v, a, b, d_exact))
+    empty = lse == -torch.inf
+    shift = ((d_exact * exact).sum(-1) - d_lse).masked_fill(empty, 0).flatten()[:, None]  # (G·n, 1)
+    whole = F.pad(lse.masked_fill(empty, torch.inf).flatten(), (0, 1), value=torch.inf)[:, None]  # nobody asks nothing
+    rise = F.pad(d_over.flatten(0, 1), (0, 0, 0, 1))  # (G·n + 1, e)
+    t = None if scales is None else scales.flatten()
+    found = [u.new_zeros(u.shape[0] * u.shape[1] + 1, u.shape[2]) for u in (q, k, v, a, b)]
+    for tiles in _tiles(asks, answers, real, clusters, causal):
+        rows, keys = tiles.rows, tiles.keys
+        ask, answer, values = _take(x, rows), _take(y, keys), _take(z, keys)
+        p, here = _softmax(tiles, ask, answer, scale)
+        p.mul_((here - _take(whole, rows)).exp_())
+        g, r = _take(up, rows), _take(rise, rows)  # (S, R, e)
+        ds = torch.bmm(g, values.mT).sub_(_take(shift, rows)).mul_(p).mul_(scale)
+        feature, other = _take(f, rows), _take(h, keys)
+        factor, rough = _rough(tiles, feature, other, t)
+        dw = torch.bmm(r, values.mT).mul_(factor)
+        changes = [torch.bmm(ds, answer), torch.bmm(ds.mT, ask), torch.bmm(p.mT, g) + torch.bmm(rough.mT, r)]
+        changes += [torch.bmm(dw, other), torch.bmm(dw.mT, feature)]
+        for total, places, change in zip(found, (rows, keys, keys, rows, keys), changes, strict=True):
+            _add(total, places, change)
+    return [total[:-1].view(u.shape) for total, u in zip(found, (q, k, v, a, b), strict=True)]
+
+
+@meet.register_fake
+def _(q, k, v, *about):
+    return v.new_empty(v.shape), v.new_empty(v.shape[:2]), v.new_empty(v.shape)
+
+
+@meet_backward.register_fake
+def _(d_exact, d_lse, d_over, q, k, v, a, b, *about):
+    return [t.new_empty(t.shape) for t in (q, k, v, a, b)]
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.clusters, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(*tensors[:6], *output[:2], *tensors[6:])
+
+
+def _gradient(ctx, d_exact, d_lse, d_over):
+    saved, about = ctx.saved_tensors, (ctx.clusters, ctx.causal, ctx.scale)
+    return *meet_backward(d_exact, d_lse, d_over, *saved, *about), *[None] * 7
+
+
+def _no_second_derivative(ctx, *grads):
+    raise NotImplementedError("met_sums has no second derivative")
+
+
+meet.register_autograd(_gradient, setup_context=_save)
+meet_backward.register_autograd(_no_second_derivative)
+
+
+@register_flop_formula(torch.ops.subquad.meet, get_raw=True)
+def _flops(q, k, v, a, b, scales, asks, answers, real, clusters, causal, *args, **kwargs) -> int:
+    found = _tiles(asks, answers, real, clusters, causal)
+    pairs = sum(len(t.rows) * t.rows.shape[1] * t.keys.shape[1] for t in found)
+    return 2 * pairs * (q.shape[2] + a.shape[2] + 2 * v.shape[2])
+
+
+@register_flop_formula(torch.ops.subquad.meet_backward, get_raw=True)
+def _backward_flops(d_exact, d_lse, d_over, q, k, v, a, b, scales, exact, lse, *args, **kwargs) -> int:
+    return 5 * _flops(q, k, v, a, b, scales, *args) // 2

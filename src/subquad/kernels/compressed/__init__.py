@@ -1,0 +1,13 @@
+"""A sliding window of tokens, some of a list of entries, and a sink, under one softmax per query.
+
+    out_i = ( Σ_{j near i} e^(q_i·k_j·scale) v_j + Σ_{w seen by i} e^(q_i·c_w·scale) u_w ) / Z_i
+    Z_i = the sum of all these exponentials + e^sink
+
+The window runs through the merge kernel, the entries through torch's flash attention with a mask, a block of queries
+at a time. A backward with the merged output and logsumexp is exact (see `kernels.merge`); a sink is a key whose value
+is 0. There is no second derivative.
+"""
+
+from subquad.kernels.compressed.op import compressed_attention
+
+__all__ = ["compressed_attention"]

@@ -1,0 +1,172 @@
+"""The operators `subquad::compressed` and `subquad::compressed_backward`: computation, shapes, derivative, FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from subquad.kernels.merge.op import merge, merge_backward
+from subquad.supports.patterns import Longformer
+from subquad.supports.support import plan_of, text_of
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+ROWS = 512  # queries whose entries are masked together
+
+
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    entries: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    sink: Tensor,
+    *,
+    window: int,
+    scale: float,
+    key_mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """q (B, H, n, d); k, v (B, H or H/g, n, d); entries, values (B, 1, m, d); seen bool (B or 1, n, m); sink (H,).
+
+    A query sees itself and the window - 1 tokens before it; key_mask bool (B, n), lengths int64 (B,): what exists.
+    Behind the end of a row nothing may be seen. Float32 or float64.
+    """
+    tensors = [t.contiguous() for t in (q, k, v, entries, values)]
+    return compressed(*tensors, seen, sink, key_mask, lengths, window, scale)[0]
+
+
+def _near(key_mask: Tensor | None, lengths: Tensor | None, window: int, n: int, scale: float) -> tuple:
+    """The remaining arguments of the merge operators, for the window."""
+    valid = [] if key_mask is None else [key_mask[:, None]]
+    return valid, lengths, None, _text(window), "union", n, scale, 0.0
+
+
+def _text(window: int) -> str:
+    return text_of(Longformer(causal=True, window=2 * (window - 1)))
+
+
+def _blocks(seen: Tensor, kind: torch.dtype) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
+    """Blocks of queries, how many entries at most they see, what is added to the scores, and who sees none."""
+    for first in range(0, seen.shape[1], ROWS):
+        rows = slice(first, first + ROWS)
+        some = seen[:, rows].any(1).any(0).nonzero()  # (…, 1)
+        if len(some):
+            stop = int(some[-1]) + 1
+            here = seen[:, None, rows, :stop]  # (B or 1, 1, r, m)
+            bias = torch.zeros(here.shape, dtype=kind, device=seen.device).masked_fill_(~here, -torch.inf)
+            yield rows, stop, bias, ~here.any(-1)
+
+
+def _views(rows: slice, stop: int, queries: list[Tensor], entries: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    heads = queries[0].shape[1]
+    return [t[:, :, rows] for t in queries], [t[:, :, :stop].expand(-1, heads, -1, -1) for t in entries]
+
+
+@torch.library.custom_op("subquad::compressed", mutates_args=())
+def compressed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    entries: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    sink: Tensor,
+    key_mask: Tensor | None,
+    lengths: Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, n, d) and the logsumexp of all scores and the sink, (B, H, n)."""
+    out, lse = merge(q, [k], [v], *_near(key_mask, lengths, window, q.shape[2], scale))
+    for rows, stop, bias, empty in _blocks(seen, q.dtype):
+        (x, o, s), (y, z) = _views(rows, stop, [q, out, lse], [entries, values])
+        new, here = _flash(x, y, z, attn_mask=bias, scale=scale)
+        here = here.masked_fill(empty, -torch.inf)  # the kernel reports 0 for a row that sees nothing
+        total = torch.logaddexp(s, here)
+        base = total.masked_fill(total == -torch.inf, 0)
+        o.mul_((s - base).exp_()[..., None]).addcmul_(new, (here - base).exp_()[..., None])
+        s.copy_(total)
+    whole = torch.logaddexp(lse, sink[:, None].to(lse))
+    return out.mul_((lse - whole).exp_()[..., None]), whole
+
+
+@torch.library.custom_op("subquad::compressed_backward", mutates_args=())
+def compressed_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    entries: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seen: Tensor,
+    sink: Tensor,
+    key_mask: Tensor | None,
+    lengths: Tensor | None,
+    window: int,
+    scale: float,
+) -> list[Tensor]:
+    """Gradients of q, k, v, entries, values and sink."""
+    grad = grad.contiguous()
+    dq, dk, dv = merge_backward(grad, q, [k], [v], out, lse, *_near(key_mask, lengths, window, q.shape[2], scale))
+    d_entries, d_values = torch.zeros_like(entries), torch.zeros_like(values)
+    for rows, stop, bias, _ in _blocks(seen, q.dtype):
+        (g, x, o, s), (y, z) = _views(rows, stop, [grad, q, out, lse], [entries, values])
+        a, b, c = _flash_backward(g, x, y, z, o, s, 0.0, False, attn_mask=bias, scale=scale)
+        dq[:, :, rows] += a
+        d_entries[:, :, :stop] += b.sum(1, keepdim=True)
+        d_values[:, :, :stop] += c.sum(1, keepdim=True)
+    share = (sink[:, None].to(lse) - lse).exp_()  # (B, H, n)
+    d_sink = -(share * (grad * out).sum(-1)).sum((0, 2))
+    return [dq, dk, dv, d_entries, d_values, d_sink.to(sink.dtype)]
+
+
+@compressed.register_fake
+def _(q, *about):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3])
+
+
+@compressed_backward.register_fake
+def _(grad, q, k, v, entries, values, out, lse, seen, sink, *about):
+    return [t.new_empty(t.shape) for t in (q, k, v, entries, values, sink)]
+
+
+def _save(ctx, inputs, output):
+    q, k, v, entries, values, *rest, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, entries, values, *output, *rest)
+
+
+def _gradient(ctx, grad, grad_lse):
+    dq, dk, dv, d_entries, d_values, d_sink = compressed_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale)
+    return dq, dk, dv, d_entries, d_values, None, d_sink, *[None] * 4
+
+
+def _no_second_derivative(ctx, *grads):
+    raise NotImplementedError("compressed_attention has no second derivative")
+
+
+compressed.register_autograd(_gradient, setup_context=_save)
+compressed_backward.register_autograd(_no_second_derivative)
+
+
+def _pairs(q: Tensor, seen: Tensor, window: int) -> int:
+    """The plan of the window, and about half of all entries."""
+    n, m = q.shape[2], seen.shape[2]
+    return q.shape[0] * q.shape[1] * (plan_of(_text(window), int(n), "union").pairs + n * m // 2)
+
+
+@register_flop_formula(torch.ops.subquad.compressed, get_raw=True)
+def _flops(q, k, v, entries, values, seen, sink, key_mask, lengths, window, *args, **kwargs) -> int:
+    return 4 * q.shape[3] * _pairs(q, seen, window)
+
+
+@register_flop_formula(torch.ops.subquad.compressed_backward, get_raw=True)
+def _backward_flops(grad, q, k, v, a, b, out, lse, seen, sink, key_mask, lengths, window, *args, **kwargs) -> int:
+    return 10 * q.shape[3] * _pairs(q, seen, window)
