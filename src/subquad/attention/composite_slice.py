@@ -152,6 +152,7 @@ class CompositeSlice(Attention):
     Options = SliceOptions
     capabilities = Capabilities(level="layer", weights=False)
     family = "multi-scale"
+    published_positions = "own"  # MS-VIPE
     paper = "Lee et al. 2023"
     cost = "n·α·L + n²/L²"
     countable = None

@@ -80,6 +80,12 @@ class Task:
         """Further metrics of the best model, those that need more than logits: BLEU of translations."""
         return {}
 
+    def plateau(self) -> tuple[float, float, str] | None:
+        """What a model scores before it uses its context, by how much a score must be better, and what the score is
+        called (after `load`); None = the score of guessing.
+        """
+        return None
+
     def initialise(self, model: Any) -> None:
         """Change a fresh model before training, such as by the weights of another one."""
 
@@ -97,6 +103,8 @@ class Task:
             "positions": r.positions,
             "norm": r.norm,
             "pooling": r.pooling,
+            "classifier": r.classifier,
+            "mlp": r.mlp,
             "initializer_range": r.initial,
             "dropout": r.dropout,
             "attention_dropout": r.attention_dropout,
