@@ -50,6 +50,7 @@ class Comparison:
     guessing: dict[str, float] | None = None  # the score of guessing and its standard error, from `check`
     plateau: Plateau | None = None  # from `check`
     timing: dict[str, Any] | None = None  # what `speed.relative_costs` found
+    timed: bool = True  # measure the relative cost of the attentions at the end
 
     def described(self) -> dict[str, Any]:
         settings = make_task(self.task, self.recipe, self.settings).recipe.asdict()
@@ -128,7 +129,8 @@ def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: N
                 reason.write_text(f"ended with exit code {code}")
             write(comparison)
         write(comparison)
-        comparison.timing = measure_timing(comparison, tell)
+        if comparison.timed:
+            comparison.timing = measure_timing(comparison, tell)
         return write(comparison)
 
 
