@@ -31,7 +31,7 @@ COPIERS = (
 )
 REDUCED = (
     "n = 64 for 256, 16 symbols for 128, width 64 for 256, 500 steps of 32 sequences for 500,000 of 1024, and w = "
-    "7 for 16: with w = 16 and n = 256 the sets of STRIDED UNION and MULTIHEAD contain k - 128, so that one layer could "
+    "7 for 16: with w = 16 and n = 256 the sets of STRIDED UNION and MULTIHEAD contain k - 128: one layer could "
     "copy everything, and the paper reports 0.82 %; w = 7 does not divide n/2, and the logic of the table holds"
 )
 
