@@ -106,10 +106,6 @@ def tiny_data(tmp_path_factory) -> Path:
     data, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     known = ("a", "red", "fox", "ran", "over", "the", "hill", "and", "old", "dog", "saw", "it", "go")
     words = " ".join(rng.choice(known, 400))
-        rng.choice(
-            ["a", "red", "fox", "ran", "over", "the", "hill", "and", "the", "old", "dog", "saw", "it", "go"], 400
-        )
-    )
     files = {"words.txt": words, "books/one.txt": words, **{f"books/{k}.txt": words for k in range(12)}}
     for part in ("train", "valid", "test"):
         for language in ("en", "cs", "de"):
