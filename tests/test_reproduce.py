@@ -263,6 +263,13 @@ def test_what_is_on_the_plateau_or_missing_decides_nothing():
     assert verdict.order({"a": 1.0, "b": None, "c": 3.0}, larger=True) == ["c", "a"]
 
 
+def test_claims_in_words():
+    words = lambda claim, larger: pages.stated({"better": claim.better, "worse": claim.worse}, larger=larger)  # noqa: E731
+    assert words(Claim("new", "old"), True) == "new better than old"
+    assert words(Claim("new", 99), True) == "new above 99" and words(Claim(99, "new"), True) == "new below 99"
+    assert words(Claim("new", 1.1), False) == "new below 1.1" and words(Claim(1.1, "new"), False) == "new above 1.1"
+
+
 # ---- the command and the pages ---------------------------------------------------------------------------------------
 
 

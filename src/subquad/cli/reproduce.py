@@ -123,7 +123,7 @@ def _run(plan: Any, results: Path) -> None:
 
 def show(result: dict[str, Any], reproduction: Reproduction) -> None:
     """Ours beside the paper's, the orders, the claims, the verdict."""
-    from subquad.reproductions.pages import SIGNS, cell
+    from subquad.reproductions.pages import SIGNS, cell, stated
 
     console = out()
     console.print(Text.assemble((result["place"], "bold"), f": {result['title']}"), soft_wrap=True)
@@ -142,7 +142,8 @@ def show(result: dict[str, Any], reproduction: Reproduction) -> None:
             if column["paper_order"]:
                 console.print(f"{name}, paper: {' > '.join(column['paper_order'])}", soft_wrap=True, markup=False)
     for each in result["claims"]:
-        what = f"{SIGNS[each['status']]} {each['better']} better than {each['worse']} ({each['column']})"
+        larger = result["columns"][each["column"]]["larger_is_better"]
+        what = f"{SIGNS[each['status']]} {stated(each, larger=larger)} ({each['column']})"
         console.print(f"{what}: {each['detail']}", soft_wrap=True, markup=False)
     for note in result["notes"]:
         console.print(f"missing: {note}", style="dim", soft_wrap=True, markup=False)

@@ -67,24 +67,18 @@ def standing(each: Reproduction, results: dict[str, dict[str, Any]]) -> str:
     if each.kind == "same":
         return f"see {REPRODUCTIONS[each.same_as].place.split(', ', 1)[1]}"
     if each.kind == "drawn":
-        return "drawn" + (f"; {each.differs}" if each.differs else "")
+        return each.differs or "drawn"
     if each.too_big:
         return f"not at this size: {each.too_big}; `--recipe paper`"
     found = results.get(each.key)
-    return "not run yet" if found is None else f"**{found['verdict']}**: {found['sentence']}"
+    return "not run yet" if found is None else found["sentence"]
 
 
 def section(result: dict[str, Any]) -> str:
     """A result in full: our numbers (the paper's), the orders, the claims, the verdict."""
     columns, names = result["columns"], list(result["methods"])
     head = f"### {result['place']}: {result['title']}\n\n"
-    size = "the size of the paper" if result["scale"] == "paper" else "scaled down"
-    seeds = (
-        f"{result['seeds']} seed{'s' * (result['seeds'] > 1)}" if any(map(has_scores, result["ours"].values())) else ""
-    )
-    head += (
-        f"{size[0].upper()}{size[1:]}{', ' + seeds if seeds else ''}. Differs from the paper: {result['differs']}.\n\n"
-    )
+    head += f"{made(result)}. Differs from the paper: {result['differs']}.\n\n"
     lines = [f"| ours (the paper's) | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name in names:
         cells = [cell(result, name, column) for column in columns]
@@ -92,8 +86,22 @@ def section(result: dict[str, Any]) -> str:
     return head + "\n".join(lines) + "\n\n" + "\n".join(remarks(result)) + "\n"
 
 
-def has_scores(row: dict[str, Any]) -> bool:
-    return any(each["scores"] for each in row.values())
+def made(result: dict[str, Any]) -> str:
+    """How the numbers came about."""
+    if REPRODUCTIONS[result["key"]].kind == "measured":
+        return "Counted and measured"
+    size = "At the size of the paper" if result["scale"] == "paper" else "Scaled down"
+    return f"{size}, {result['seeds']} seed{'s' * (result['seeds'] > 1)}"
+
+
+def stated(claim: dict[str, Any], *, larger: bool) -> str:
+    """A claim in words: «A better than B», «A above 99»."""
+    better, worse = claim["better"], claim["worse"]
+    if isinstance(worse, str) and isinstance(better, str):
+        return f"{better} better than {worse}"
+    high = larger == isinstance(better, str)
+    who, limit = (better, worse) if isinstance(better, str) else (worse, better)
+    return f"{who} {'above' if high else 'below'} {limit:g}"
 
 
 def cell(result: dict[str, Any], name: str, column: str) -> str:
@@ -115,7 +123,7 @@ def number(value: float, like: float | None = None) -> str:
 
 
 def remarks(result: dict[str, Any]) -> list[str]:
-    lines = [f"**{result['verdict'].capitalize()}.** {result['sentence']}"]
+    lines = [f"**{result['sentence']}**"]
     pairs = result["pairs"]
     if sum(pairs.values()):
         total = sum(pairs.values())
@@ -125,8 +133,9 @@ def remarks(result: dict[str, Any]) -> list[str]:
             f"{total - same - other} cannot be told apart."
         )
     failed = [each for each in result["claims"] if each["status"] == "contradicts"]
-    for each in failed:
-        lines.append(f"Not as the paper says ({each['column']}): {each['better']} better than {each['worse']}.")
+    said = [f"{stated(x, larger=result['columns'][x['column']]['larger_is_better'])} ({x['column']})" for x in failed]
+    if said:
+        lines.append(f"What fails: {'; '.join(said)}.")
     if result["rates"]:
         lines.append(f"Learning rates tried for each method: {', '.join(result['rates'])}.")
     lines += [f"Missing: {note}" for note in result["notes"]]
