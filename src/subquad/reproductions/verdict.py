@@ -84,12 +84,14 @@ def pairs(reproduction: Reproduction, cells: Cells) -> Counter[str]:
     for column in reproduction.columns:
         larger = reproduction.larger(column)
         for first, second in combinations([method.name for method in reproduction.methods], 2):
-            stated = [_stated(reproduction, name, column.name) for name in (first, second)]
-            ours = [side(name, column.name, cells) for name in (first, second)]
-            if None in stated or None in ours or any(on_plateau(x, column.name, cells) for x in (first, second)):
+            if any(on_plateau(name, column.name, cells) for name in (first, second)):
                 continue
-            theirs, _ = compare(*stated, larger=larger)
-            status, _ = compare(*ours, larger=larger)
+            stated = [x for name in (first, second) if (x := _stated(reproduction, name, column.name)) is not None]
+            ours = [x for name in (first, second) if (x := side(name, column.name, cells)) is not None]
+            if len(stated) < 2 or len(ours) < 2:
+                continue
+            theirs, _ = compare(stated[0], stated[1], larger=larger)
+            status, _ = compare(ours[0], ours[1], larger=larger)
             if theirs != OPEN:
                 count[OPEN if status == OPEN else AGREES if status == theirs else CONTRADICTS] += 1
     return count

@@ -27,7 +27,8 @@ def parse_rates(text: str) -> tuple[str, ...]:
 
 def take_rates(settings: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """`rate=3e-3,1e-3` among the settings is a bracket: the other settings, and the rates of it."""
-    rest, rates = [], ()
+    rest: list[str] = []
+    rates: tuple[str, ...] = ()
     for setting in settings:
         key, _, value = setting.partition("=")
         if key.strip() == "rate" and "," in value:
