@@ -209,7 +209,8 @@ class CombinerAxial(Combiner):
     def dense_tokens(self, x: Tensor, project: Any, key_mask: Tensor | None = None) -> Tensor:
         """summary=proj from its definition: tokens (B, n, E) → heads side by side, (B, n, E)."""
         x = x if key_mask is None else x.masked_fill(~key_mask[..., None], 0)
-        return define_projected(self, x, *project.together(x, x, x), key_mask).transpose(1, 2).flatten(2)
+        q, k, v = project.together(x, x, x)  # (B, H, n, d)
+        return define_projected(self, x, q, k, v, key_mask).transpose(1, 2).flatten(2)
 
     def make_partition(self, options: Any) -> grids.Axial:
         return axial(options.plan, causal=options.causal, cols=options.cols, split=options.split)

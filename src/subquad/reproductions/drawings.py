@@ -97,7 +97,7 @@ def test_batches(run: Path, plan: Any, count: int) -> tuple[Any, list[tuple]]:
     from subquad.training.use import load
 
     model, task = load(run, plan.data)
-    examples = task.load().test
+    examples: Any = task.load().test
     batches = [task.collate([examples[i]]) for i in range(min(count, len(examples)))]
     keys = ("input_ids", "attention_mask", "pair_ids", "pair_mask") if task.head == "pair" else ("input_ids",)
     return model.eval(), [tuple(batch.get(key) for key in keys) for batch in batches]

@@ -175,8 +175,8 @@ def _cell(comparison: Comparison, spec: str, column: Column, plateau: Any) -> di
         return None
     folders = [comparison.folder(spec, seed, rate) for seed in range(comparison.seeds)]
     finished = [(folder, result) for folder in folders if (result := log.read_result(folder)) is not None]
-    scores = [score(result, column) for _, result in finished]
-    if not scores or None in scores:
+    scores = [found for _, result in finished if (found := score(result, column)) is not None]
+    if not scores:
         return None
     result, records = finished[0][1], log.read(finished[0][0])
     about = {"metric": result["metric"], "larger_is_better": result["larger_is_better"]}

@@ -256,7 +256,11 @@ def row(comparison: Comparison, attention: str) -> dict[str, Any]:
     finished = [(folder, result) for folder in folders if (result := log.read_result(folder)) is not None]
     results = [result for _, result in finished]
     errors = [(folder / "error.txt").read_text() for folder in folders if (folder / "error.txt").exists()]
-    base = {"attention": attention, "runs": [str(folder) for folder in folders], "error": errors[0] if errors else None}
+    base: dict[str, Any] = {
+        "attention": attention,
+        "runs": [str(folder) for folder in folders],
+        "error": errors[0] if errors else None,
+    }
     base |= {"rate": rate if tried else None, "rates": {each: result["valid"] for each, result in tried.items()}}
     empty = dict.fromkeys(("metric", "larger_is_better", "mean", "sd", "step_seconds", "step_quartiles",
                            "total_seconds", "memory", "parameters", "connections", "density"))  # fmt: skip
