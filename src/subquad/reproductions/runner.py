@@ -21,7 +21,7 @@ from subquad.reproductions import verdict
 from subquad.reproductions.declare import Column, Method, Reproduction
 from subquad.reproductions.measures import Ask
 from subquad.training import log
-from subquad.training.compare import Comparison, check, compare, prepare
+from subquad.training.compare import Comparison, check_attentions, check_data, compare, prepare
 from subquad.training.rates import choose
 from subquad.training.run import versions
 
@@ -129,9 +129,10 @@ def train(plan: Plan, tell: Tell) -> list[str]:
     notes: list[str] = []
     possible = []
     for column, _, comparison in plan.comparisons():
+        check_attentions(comparison)
         try:
-            check(comparison)
-        except FileNotFoundError as error:
+            check_data(comparison)
+        except (FileNotFoundError, ValueError) as error:  # not there, or not what it should be
             notes.append(f"{column.name}: {error}")
             continue
         prepare(comparison, overwrite=False)

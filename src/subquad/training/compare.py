@@ -70,10 +70,21 @@ def check(comparison: Comparison) -> None:
     """What cannot work is refused before anything is trained or deleted: every attention is made once in small, the
     data are read, and the score of guessing is taken from them.
     """
+    check_attentions(comparison)
+    check_data(comparison)
+
+
+def check_attentions(comparison: Comparison) -> None:
+    """Every attention is made once in small."""
     task = make_task(comparison.task, comparison.recipe, comparison.settings, comparison.data)
     for attention in comparison.attentions:
         check_specs(task, attention.split("|"))
         make_arguments(Run(task, attention.split("|"), comparison.out))
+
+
+def check_data(comparison: Comparison) -> None:
+    """The data are read; the score of guessing and the plateau are taken from them."""
+    task = make_task(comparison.task, comparison.recipe, comparison.settings, comparison.data)
     guessing = guess(task, task.load())
     comparison.guessing, comparison.plateau = asdict(guessing), find_plateau(task, guessing)
 
