@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from subquad.attention.registry import attention, mechanism
 from subquad.core.options import split_spec
 
-POSITIONS = ("published", "learned", "sinusoidal", "rotary", "own", "none")
+POSITIONS = ("learned", "sinusoidal", "rotary", "own", "none", "published")
 CHOICES = {"positions": POSITIONS, "norm": ("pre", "post"), "pooling": ("mean", "cls"),
            "mlp": ("every", "last"), "classifier": ("linear", "mlp")}  # fmt: skip
 

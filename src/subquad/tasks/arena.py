@@ -33,12 +33,13 @@ class ArenaTask(Task):
     def has_cls(self) -> bool:
         return self.recipe.pooling == "cls"
 
+    @property
+    def longest(self) -> int:
+        return self.recipe.length + self.has_cls
+
     def config(self) -> dict[str, Any]:
         made = super().config()
-        if self.has_cls:
-            made["vocab_size"] += 1
-            made["max_position_embeddings"] += 1
-        return made
+        return {**made, "vocab_size": made["vocab_size"] + self.has_cls}
 
     def with_cls(self, example: Example) -> Example:
         """The example with the token in front of every text of it."""

@@ -91,6 +91,11 @@ class Task:
 
     # ---- what follows from the head ----
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the model is given."""
+        return self.recipe.length
+
     def config(self) -> dict[str, Any]:
         """All keys of the model's configuration but the attention."""
         r = self.recipe
@@ -99,7 +104,7 @@ class Task:
             "num_hidden_layers": r.layers,
             "num_attention_heads": r.heads,
             "intermediate_size": r.feedforward,
-            "max_position_embeddings": r.length,
+            "max_position_embeddings": self.longest,
             "positions": r.positions,
             "norm": r.norm,
             "pooling": r.pooling,

@@ -19,7 +19,7 @@ class Recipe(Checked):
     layers: int = option(2, "number of layers", ge=1)
     heads: int = option(4, "number of heads", ge=1)
     feedforward: int = option(512, "width of the feed-forward layers", ge=1)
-    positions: Literal["published", "learned", "sinusoidal", "rotary", "own", "none"] = option(
+    positions: Literal["learned", "sinusoidal", "rotary", "own", "none", "published"] = option(
         "published", "how positions are known; published: as in the paper of the attention, its own or learned"
     )
     norm: Literal["pre", "post"] = option("pre", "where blocks are normalised")
