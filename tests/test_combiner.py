@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import subquad
+from subquad import MultiheadAttention
 from subquad.kernels.pools.shapes import binary_nodes, others, pooled, prefixes
+from subquad.layers import Projections
 from subquad.studies import combiner_cost
 from subquad.supports import grids, partitions, spans
 
@@ -359,3 +361,54 @@ def test_fidelity_study_measures_every_plan(tmp_path):
     assert max(fidelity.distances("combiner-fixed:span=32", q, k, v, True)) < 1e-5  # one span is full attention
     assert fidelity.draw(rows, tmp_path / "fidelity.png").stat().st_size > 1000
     assert fidelity.table(rows).count("\n") == len(rows)
+
+
+# ---- summary=proj ---------------------------------------------------------------------------------------------------
+
+
+def projected(causal, cols=4):
+    torch.manual_seed(0)
+    about = {"attention": "combiner-axial", "summary": "proj", "cols": cols, "causal": causal, "batch_first": True}
+    return MultiheadAttention(6, 2, **about).double().eval()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 11, 16, 17])
+def test_projected_summaries_are_their_definition(n, causal):
+    layer = projected(causal)
+    x = torch.randn(3, n, 6, dtype=torch.float64, requires_grad=True)
+    real = torch.ones(3, n, dtype=torch.bool)
+    real[1, n // 2 :] = False  # padded on the right, nothing left of it at n = 1
+    real[2, : n // 3] = False
+    if n > 4:
+        real[2, n // 3 + 1] = False
+    for mask in (None, real):
+        about = (Projections(layer), mask)
+        fast, _ = layer.attention.attend_tokens(x, x, x, *about)
+        slow = layer.attention.dense_tokens(x, *about)
+        fast, slow = (y if mask is None else y * mask[..., None] for y in (fast, slow))
+        torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
+        weight = torch.randn_like(fast)
+        of = [x, *layer.parameters()]
+        grads = [torch.autograd.grad((y * weight).sum(), of, allow_unused=True) for y in (fast, slow)]
+        for one, other in zip(*grads, strict=True):
+            if one is not None and other is not None:
+                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def test_projected_summaries_leak_nothing_and_say_what_they_cannot_do():
+    layer = projected(causal=True)
+    x = torch.randn(1, 13, 6, dtype=torch.float64, requires_grad=True)
+    out = layer(x, x, x, need_weights=False)[0]
+    for t in (0, 3, 4, 9):
+        (grad,) = torch.autograd.grad(out[0, t].sum(), x, retain_graph=True)
+        assert not grad[0, t + 1 :].any() and grad[0, : t + 1].any()
+    q = torch.randn(1, 2, 5, 3, dtype=torch.float64)
+    with pytest.raises(TypeError, match="summary=proj works on tokens and their projections"):
+        layer.attention(q, q, q)
+    with pytest.raises(TypeError, match="summary=proj has no weights"):
+        layer.attention.weights(q, q)
+    with pytest.raises(ValueError, match="query, key and value must be one tensor"):
+        layer(x, x.clone(), x, need_weights=False)
+    with pytest.raises(ValueError, match="summary=proj belongs to plan=rowmajor"):
+        make("combiner-axial:plan=vertical,summary=proj", True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import subquad
+from subquad.attention.composite_slice import _Composer
 from subquad.layers import MultiheadAttention, Projections
 from subquad.positions import MultiScalePositions
 from subquad.studies.slice_cost import best_slice_length, crossover, draw_slice_cost, linear_cost, slice_cost
@@ -283,6 +284,17 @@ def test_picture_and_support(name, causal):
 # ---- positions ---------------------------------------------------------------------------------------------
 
 
+def test_linear_pooling_is_a_convolution():
+    layer = subquad.attention("composite-slice", num_heads=2, head_dim=3, slice_length=4, pool="linear").double()
+    with torch.no_grad():
+        layer.pools[0].add_(torch.randn(layer.pools[0].shape, dtype=torch.float64))  # (L, E, E)
+    x = torch.randn(2, 12, 6, dtype=torch.float64)
+    kernel = layer.pools[0].permute(2, 1, 0) / 4  # (E out, E in, L)
+    expected = nn.functional.conv1d(x.mT, kernel, stride=4).mT
+    for pooled in (_Composer(layer, None)._pool(x, real, 0) for real in (None, x[..., 0] < 9)):
+        torch.testing.assert_close(pooled, expected)
+
+
 def count(m: nn.Module) -> int:
     return sum(p.numel() for p in m.parameters())
 
@@ -293,7 +305,7 @@ def test_parameter_counts():
     assert count(make()) == full
     assert count(make(levels=4, composition="parallel", pool="max", extension=3)) == full
     assert count(make(share_weights=False)) == full + 3 * 64 * 64
-    assert count(make(pool="linear")) == full + 8
+    assert count(make(pool="linear")) == full + 8 * 64 * 64, "a convolution of kernel and stride L"
     assert count(make(local="mlp", hidden=32)) == full + 2 * 8 * 32
     for extension, n in ((1, 1024), (2, 1024), (3, 1000)):
         positions = make(positions="ms-vipe", extension=extension, max_length=n).attention.positions

@@ -29,6 +29,8 @@ from subquad.testing import cases
 from subquad.training import checkpoints, log, statistics, use
 from subquad.training.compare import Comparison, check, pending, prepare, rows, write
 from subquad.training.connections import connections
+from subquad.training.plateau import Plateau, left_at
+from subquad.training.rates import choose, parse_rates, take_rates
 from subquad.training.run import Interrupted, Run, check_specs, train
 from subquad.training.trainer import RunTrainer
 from training_runs import TINY, losses, one_thread, start_two, tiny
@@ -187,10 +189,10 @@ def test_comparisons(tmp_path):
     check(whole)
     prepare(whole, overwrite=False)
     assert len(list(pending(whole))) == 4
-    for attention, seed in list(pending(whole))[:3]:
+    for attention, seed, _ in list(pending(whole))[:3]:
         made = task("needle", "small", whole.settings, seed=seed)
         train(Run(made, [attention], whole.folder(attention, seed), seed=seed, command=["x"]))
-    assert list(pending(whole)) == [("longformer:window=4", 1)], "what is finished is kept"
+    assert list(pending(whole)) == [("longformer:window=4", 1, None)], "what is finished is kept"
     full, other = rows(whole)
     assert (
         full["relative_time"] == 1
@@ -212,6 +214,45 @@ def test_comparisons(tmp_path):
         check(Comparison("needle", ["full"], tmp_path, settings=(*TINY, "accumulate=3")))
     with pytest.raises(FileNotFoundError, match="not found"):
         check(Comparison("text", ["full"], tmp_path, data=tmp_path / "nowhere"))
+
+
+def test_each_attention_gets_its_best_rate(tmp_path):
+    settings, rest = take_rates((*TINY, "rate=1e-2,1e-3", "steps=2", "evaluate=2")), (*TINY, "steps=2", "evaluate=2")
+    assert settings == (rest, ("1e-2", "1e-3"))
+    both = Comparison("needle", ["full"], tmp_path, settings=rest, seeds=2, rates=settings[1])
+    check(both)
+    assert [(seed, rate) for _, seed, rate in pending(both)] == [(0, "1e-2"), (0, "1e-3")], "no choice yet"
+    for attention, seed, rate in pending(both):  # the second seed is asked for when the choice is made
+        made = task("needle", "small", (*rest, f"rate={rate}"), seed=seed)
+        train(Run(made, [attention], both.folder(attention, seed, rate), seed=seed, command=["x"]))
+    (row,) = write(both)["rows"]
+    assert row["rate"] == max(row["rates"], key=row["rates"].get) and len(row["scores"]) == 2
+    assert (tmp_path / "full" / f"rate={row['rate']}" / "seed1" / "result.json").exists()
+    assert len(row["left_plateau"]) == 2 and len(list(tmp_path.glob("full/*/seed*"))) == 3
+    prepare(both, overwrite=True)
+    assert not (tmp_path / "full").exists()
+
+
+def test_a_rate_is_chosen_on_validation():
+    made = {rate: {"valid": score, "larger_is_better": True} for rate, score in {"a": 0.2, "b": 0.5, "c": 0.5}.items()}
+    assert choose(made) == "b" and choose({}) is None
+    assert choose({rate: {**result, "larger_is_better": False} for rate, result in made.items()}) == "a"
+    assert choose({"a": {**made["a"], "valid": float("nan")}, **{"b": made["b"]}}) == "b", "a run that diverged"
+    for text in ("", "1e-3,", "0", "-1", "x", "nan", "inf"):
+        with pytest.raises(ValueError, match="comma-separated positive numbers"):
+            parse_rates(text)
+    with pytest.raises(ValueError, match="names one twice"):
+        parse_rates("1e-3,0.001")
+
+
+def test_leaving_the_plateau():
+    at = lambda *scores: [{"step": step, "valid": {"bits": score}} for step, score in enumerate(scores, 1)]  # noqa: E731
+    bigram = Plateau(3.5, 0.1, "bigram")
+    assert left_at(at(4.0, 3.45, 3.3, 3.0), "bits", bigram, larger_is_better=False) == 3, "clearly better"
+    assert left_at(at(4.0, 3.0, 3.6, 3.2), "bits", bigram, larger_is_better=False) == 4, "for good"
+    assert left_at(at(4.0, 3.0, 3.6), "bits", bigram, larger_is_better=False) is None
+    assert left_at(at(3.7), "bits", bigram, larger_is_better=True) == 1
+    assert left_at([], "bits", bigram, larger_is_better=True) is None
 
 
 def test_predicting_and_generating(tmp_path):

@@ -80,6 +80,7 @@ class Attention(nn.Module):
     paper: ClassVar[str] = ""
     cost: ClassVar[str] = ""  # time and memory in n, for people
     exponent: float = 2.0  # operations(n) grow like n^exponent up to logarithms; a property where options decide
+    published_positions: ClassVar[str] = "learned"  # how its paper's models know positions; "own": by the mechanism
     positional: bool = True  # who attends to whom depends on positions, not on content and order alone
     data_dependent: bool = False  # how much is computed depends on the values: on sampled graphs, clusters, edge lists
     counting_range: ClassVar[tuple[int, int]] = (512, 2048)  # lengths at which real tensors show the growth of the cost

@@ -11,10 +11,14 @@ The classes of `supports.spans` and `supports.grids` say which tokens are direct
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from torch import Tensor
+
+from subquad.attention.base import Call, Record
 from subquad.attention.combiner import Combiner, CombinerOptions
+from subquad.attention.combiner_proj import SummaryKeys, attend_projected, define_projected, prepared
 from subquad.core.options import option
 from subquad.supports import grids, spans
 
@@ -148,7 +152,8 @@ class CombinerAxial(Combiner):
     pooled: with q at (row, own column) as local query, p(j|Ω) = softmax_j(q·k_j), the summary's key is Σ_j p(j|Ω) k_j,
     and DeepSets act on that q and these k_j; so max and mean are the same there. A local query that does not exist
     (padding, or a last row too short) is 0. `split` gives horizontal two groups per row, left and right of the own
-    column.
+    column. `summary=proj` (rowmajor) makes the summary's key from its value and the token that asks, as the authors'
+    language models do: see `combiner_proj`.
 
         O(n·(rows + cols))
     """
@@ -168,15 +173,54 @@ class CombinerAxial(Combiner):
         plan: Literal["rowmajor", "vertical", "horizontal"] = option("rowmajor", "what is summarised")
         cols: int | None = option(None, "columns of the grid; None = ⌈√max_length⌉, or ⌈√n⌉ without max_length", ge=1)
         split: bool = option(False, "plan=horizontal: left and right part of a row are groups of their own")
+        summary: Literal["wsum", "proj"] = option("wsum", "plan=rowmajor: the key of a row, weighted sum or projection")
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            if self.summary == "proj" and (self.plan != "rowmajor" or self.abstraction != "max"):
+                raise ValueError(
+                    f"summary=proj belongs to plan=rowmajor without DeepSets, not to plan={self.plan}, "
+                    f"abstraction={self.abstraction}"
+                )
             if self.split and self.plan != "horizontal":
                 raise ValueError(f"split=True belongs to plan=horizontal, not to plan={self.plan}")
 
     @property
     def exponent(self) -> float:
         return 1.5 if self._follows_length else 2.0  # a fixed width: n/cols rows for every query
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.summary_keys = SummaryKeys(options.num_heads, options.head_dim) if options.summary == "proj" else None
+        if options.summary == "proj":
+            self.capabilities = replace(type(self).capabilities, level="layer", weights=False)  # type: ignore[misc]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        self._refuse("works on tokens and their projections, not on q, k, v: use subquad.MultiheadAttention")
+        return super().attend(q, k, v, call)
+
+    def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        self._refuse("has no weights that follow from q and k: pass need_weights=False")
+        return super().define(q, k, call)
+
+    def _refuse(self, reason: str) -> None:
+        if self.summary_keys is not None:
+            raise TypeError(f"{self.name}: summary=proj {reason}")
+
+    def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False):
+        if self.summary_keys is None:
+            return super().attend_tokens(query, key, value, project, key_mask, seed, want_record=want_record)
+        if key is not query or value is not query:
+            raise ValueError(f"{self.name}: summary=proj is self-attention: query, key and value must be one tensor")
+        rows, x, (q, k, v) = prepared(self, query, project, key_mask)
+        out = rows.restore(attend_projected(self, x, q, k, v, self._call(rows, seed, q.shape[2])))
+        return out.transpose(1, 2).flatten(2), Record()
+
+    def dense_tokens(self, x: Tensor, project: Any, key_mask: Tensor | None = None) -> Tensor:
+        """summary=proj from its definition: tokens (B, n, E) → heads side by side, (B, n, E)."""
+        x = x if key_mask is None else x.masked_fill(~key_mask[..., None], 0)
+        q, k, v = project.together(x, x, x)  # (B, H, n, d)
+        return define_projected(self, x, q, k, v, key_mask).transpose(1, 2).flatten(2)
 
     def make_partition(self, options: Any) -> grids.Axial:
         return axial(options.plan, causal=options.causal, cols=options.cols, split=options.split)

@@ -18,7 +18,8 @@ The choices made:
 - `parallel` pools the tokens instead of Y_l; `global-local` then also feeds X + Y_g to the local attention.
 - `local=mlp` is Y_l = W_2 gelu(W_1 S W_v) over the L places of a slice, one for all channels, with no bias
   (padding is 0); causal, unit h reads the places up to ⌊hL/hidden⌋ and writes to those from there on.
-- `pool=linear` is Σ_l m_l w_l Y_l / Σ_l m_l with learned w, 1 at first: the mean.
+- `pool=linear` is Σ_l m_l Y_l W_l / Σ_l m_l with a matrix W_l (E, E) per place, a 1-D convolution whose kernel and
+  stride are L (table 8); every W_l is the identity at first: the mean.
 - `levels=3`: slices of slices, the same composition once more in place of the global attention, and so on.
 - `share_weights=False` gives each coarser scale its own W, with no bias, as eq. 9 is written.
 """
@@ -155,6 +156,7 @@ class CompositeSlice(Attention):
     Options = SliceOptions
     capabilities = Capabilities(level="layer", weights=False)
     family = "multi-scale"
+    published_positions = "own"  # MS-VIPE
     paper = "Lee et al. 2023"
     cost = "n·α·L + n²/L²"
     countable = None
@@ -173,7 +175,7 @@ class CompositeSlice(Attention):
         self.own: Any = nn.ModuleList(own)
         mlps = (SliceMLP(o.slice_length, o.hidden or o.slice_length, o.causal) for _ in coarser)
         self.mlps = nn.ModuleList(mlps if o.local == "mlp" else ())
-        weights = (nn.Parameter(torch.ones(o.slice_length)) for _ in coarser)
+        weights = (nn.Parameter(torch.eye(o.width).repeat(o.slice_length, 1, 1)) for _ in coarser)  # (L, E, E)
         self.pools = nn.ParameterList(weights if o.pool == "linear" else ())
         self.positions: Any = None if o.positions == "none" else self._make_positions()
 
@@ -367,7 +369,7 @@ class _Composer:
         kind, work, size = x.dtype, torch.promote_types(x.dtype, torch.float32), self.options.slice_length
         views = list(slices(x, size))  # (B, c, l, E)
         masks = [None] * len(views) if real is None else list(slices(real, size))  # (B, c, l)
-        weight = self.attention.pools[scale].to(work) if self.options.pool == "linear" else None  # (L,)
+        weight = self.attention.pools[scale].to(work) if self.options.pool == "linear" else None  # (L, E, E)
         pieces = []
         for view, mask in zip(views, masks, strict=True):
             if self.options.pool == "max":
@@ -377,8 +379,7 @@ class _Composer:
             else:
                 share = torch.ones_like(view[..., 0], dtype=work) if mask is None else mask.to(work)  # (B, c, l)
                 share = share / share.sum(2, keepdim=True).clamp(min=1)
-                share = share if weight is None else share * weight[: view.shape[2]]
-                pieces.append((share[:, :, None] @ view.to(work))[:, :, 0])
+                pieces.append(_weighted_sum(view.to(work), share, weight))
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).to(kind)
 
     def _mix(self, tokens: Tokens, project: Any, real: Tensor | None, scale: int) -> Tensor:
@@ -429,6 +430,13 @@ class _Composer:
 def _clean(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """Tokens (B, n, E); whatever stands in padded slots becomes 0."""
     return x if key_mask is None else x.masked_fill(~key_mask[..., None], 0)
+
+
+def _weighted_sum(x: Tensor, share: Tensor, weight: Tensor | None) -> Tensor:
+    """Σ_l share_l x_l W_l: (B, c, l, E), (B, c, l) and (L, E, E) → (B, c, E); no W is the identity."""
+    if weight is None:
+        return (share[:, :, None] @ x)[:, :, 0]
+    return (x * share[..., None]).flatten(2) @ weight[: x.shape[2]].flatten(0, 1)
 
 
 def _masked_max(x: Tensor, real: Tensor | None) -> Tensor:

@@ -47,7 +47,8 @@ class Definition:
         for tokens, m in zip(x, real, strict=True):
             chosen = tokens[m]  # (real tokens, E)
             if self.options.pool == "linear":
-                chosen = chosen * self.attention.pools[scale][: len(m)][m][:, None]
+                weights = self.attention.pools[scale][: len(m)][m]  # (real tokens, E, E)
+                chosen = torch.stack([y @ w for y, w in zip(chosen, weights, strict=True)]) if len(chosen) else chosen
             if len(chosen) == 0:
                 rows.append(tokens.new_zeros(tokens.shape[1]))
             else:

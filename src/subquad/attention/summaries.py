@@ -125,7 +125,7 @@ def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: _F
     rows, real = _grid_of(tokens, c, causal)
     shape = (prefixes(2) if causal else others(2)) if kind == "column" else _ROW_SHAPES[kind]
     pool = module.abstraction.pool
-    query, key = (_place(pooled(_grid(x, rows, c), pool, real, shape), kind) for x in features)
+    query, key = (_place(pooled(grid(x, rows, c), pool, real, shape), kind) for x in features)
     value = find(query, (tokens.k, tokens.v, call.exists))
     return key, value, None if real is None else _place(anyone(real, shape), kind)[..., 0]
 
@@ -136,7 +136,7 @@ _ROW_SHAPES = {"row": others(3), "left": prefixes(3), "right": prefixes(3, backw
 def _asked_rows(c: int, tokens: Tokens, features, find: _Finder) -> Source:
     fq, fk = features
     rows, real = _grid_of(tokens, c, find.module.options.causal)
-    query = _grid(fq, rows, c)
+    query = grid(fq, rows, c)
     query = (query if real is None else query.masked_fill(~real, 0)).flatten(2, 3)
     exists = tokens.call.exists
     key, value = (find(query, (tokens.k, x, exists)) for x in (fk, tokens.v))
@@ -149,10 +149,10 @@ def _grid_of(tokens: Tokens, c: int, causal: bool) -> tuple[int, Tensor | None]:
     rows = -(-n // c) - causal
     if real is None and rows * c > n:  # a partial last row
         real = torch.ones(1, 1, n, dtype=torch.bool, device=tokens.q.device)
-    return rows, None if real is None else _grid(real, rows, c)[..., None]
+    return rows, None if real is None else grid(real, rows, c)[..., None]
 
 
-def _grid(x: Tensor, rows: int, c: int) -> Tensor:
+def grid(x: Tensor, rows: int, c: int) -> Tensor:
     """(B, H, n, …) → (B, H, rows, c, …), cut or filled up with zeros."""
     n, wanted = x.shape[2], rows * c
     if n < wanted:

@@ -32,6 +32,7 @@ COMMANDS = {
     "tasks": "train",
     "train": "train",
     "compare": "compare",
+    "reproduce": "reproduce",
     "eval": "use",
     "predict": "use",
     "generate": "use",

@@ -34,6 +34,14 @@ def compare(
         typer.Option("--out", help="Folder of the comparison. [default: out/compare/TASK]", show_default=False),
     ] = None,
     data: Data = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rates, comma-separated: each attention is trained with every one of them, and the best on "
+            "validation is taken (the same as --set rate=A,B,C). [default: the recipe's]",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the comparison in the folder and start again.")
     ] = False,
@@ -52,10 +60,13 @@ def compare(
 
     quiet()
     from subquad.training.compare import Comparison, check, prepare
+    from subquad.training.rates import parse_rates, take_rates
 
+    chosen, bracket = take_rates(settings or ())
+    bracket = bracket if rates is None else parse_rates(rates)
     where = folder or Path("out/compare") / task
     comparisons = [
-        Comparison(name, specs, where / name if task in SUITES else where, recipe, tuple(settings or ()), seeds, data)
+        Comparison(name, specs, where / name if task in SUITES else where, recipe, chosen, seeds, data, rates=bracket)
         for name in names
     ]
     for each in comparisons:
@@ -111,26 +122,35 @@ def table(rows: list[dict[str, Any]], guessing: dict[str, float] | None = None, 
     metric = next((row["metric"] for row in rows if row["metric"]), "metric")
     result = Table(box=None, header_style="bold", pad_edge=False)
     reference = rows[0].get("reference") or "full"
-    titles = ("attention", metric, f"time ({reference} = 1)", "training", "memory", "parameters", "connections")
+    titles = ["attention", metric, f"time ({reference} = 1)", "training", "memory", "parameters", "connections"]
+    rated = any(row.get("rate") for row in rows)
+    titles[2:2] = ["rate", "left plateau"] if rated else []
     for title in titles:
         left = title == "attention"
         result.add_column(title, justify="left" if left else "right", overflow="fold", no_wrap=not left)
     for row in rows:
         if row["mean"] is None:
-            result.add_row(row["attention"], "failed" if row["error"] else "–", *["–"] * 5)
+            result.add_row(row["attention"], "failed" if row["error"] else "–", *["–"] * (len(titles) - 2))
             continue
+        chosen = [row["rate"] or "–", plateau(row)] if rated else []
         result.add_row(
-            row["attention"], score(row), relative(row, trusted), total(row), f"{row['memory'] / 2**20:,.0f} MiB",
-            f"{row['parameters']:,}", f"{row['connections']:,.0f}",
+            row["attention"], score(row), *chosen, relative(row, trusted), total(row),
+            f"{row['memory'] / 2**20:,.0f} MiB", f"{row['parameters']:,}", f"{row['connections']:,.0f}",
         )  # fmt: skip
     if guessing is not None:
-        result.add_row("guessing", f"{guessing['score']:.3f}", *[""] * 5, style="dim")
+        result.add_row("guessing", f"{guessing['score']:.3f}", *[""] * (len(titles) - 2), style="dim")
     return result
 
 
 def score(row: dict[str, Any]) -> str:
     spread = "" if row["sd"] is None else f" ± {row['sd']:.3f}"
-    return f"{row['mean']:.3f}{spread}"
+    return f"{row['mean']:.3f}{spread}{' (plateau)' if None in row.get('left_plateau', ()) else ''}"
+
+
+def plateau(row: dict[str, Any]) -> str:
+    """At which step the runs left the plateau."""
+    steps = ["no" if step is None else str(step) for step in row.get("left_plateau", ())]
+    return "step " + ", ".join(steps) if steps and steps != ["no"] else "no" if steps else "–"
 
 
 def relative(row: dict[str, Any], trusted: bool = True) -> str:

@@ -79,7 +79,8 @@ class FeedForward(Glorot):
 
 
 class Block(GradientCheckpointingLayer):
-    """x + attention(norm(x)), then x + feedforward(norm(x)); post-norm: norm(x + f(x)).
+    """x + attention(norm(x)), then x + feedforward(norm(x)); post-norm: norm(x + f(x)). With mlp=last only the last
+    block has a feed-forward layer.
 
     The options of `forward` are those of `AttentionLayer`: seed, want_weights, want_record and `state`, what a decoder
     keeps of earlier tokens of this layer.
@@ -90,16 +91,22 @@ class Block(GradientCheckpointingLayer):
         width = config.hidden_size
         spec, options = config.layer_options(index, causal=causal)
         self.attention = AttentionLayer(config, spec, **options)
-        self.feedforward = FeedForward(config)
-        self.norms = nn.ModuleList(nn.LayerNorm(width, eps=config.layer_norm_eps) for _ in range(2))
+        fed = config.mlp == "every" or index == config.num_hidden_layers - 1
+        self.feedforward = FeedForward(config) if fed else None
+        self.norms = nn.ModuleList(nn.LayerNorm(width, eps=config.layer_norm_eps) for _ in range(1 + fed))
         self.dropout = nn.Dropout(config.dropout)
         self.pre = config.norm == "pre"
 
     def forward(self, x: Tensor, key_mask: Tensor | None, angles: Tensor | None, **options: Any) -> BlockOutput:
         y, record, weights = self.attention(self.before(self.norms[0], x), key_mask, angles, **options)
-        x = self.after(self.norms[0], x, y)
-        x = self.after(self.norms[1], x, self.feedforward(self.before(self.norms[1], x)))
+        x = self.feed(self.after(self.norms[0], x, y))
         return BlockOutput(x, weights, None, *record[:3])
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The feed-forward sublayer, if the block has one."""
+        if self.feedforward is None:
+            return x
+        return self.after(self.norms[1], x, self.feedforward(self.before(self.norms[1], x)))
 
     def before(self, norm: nn.Module, x: Tensor) -> Tensor:
         """What a sublayer reads."""

@@ -12,7 +12,9 @@ from transformers import PreTrainedConfig
 from subquad.attention.registry import attention, mechanism
 from subquad.core.options import split_spec
 
-POSITIONS = ("learned", "sinusoidal", "rotary", "own", "none")
+POSITIONS = ("learned", "sinusoidal", "rotary", "own", "none", "published")
+CHOICES = {"positions": POSITIONS, "norm": ("pre", "post"), "pooling": ("mean", "cls"),
+           "mlp": ("every", "last"), "classifier": ("linear", "mlp")}  # fmt: skip
 
 
 class SubquadConfig(PreTrainedConfig):
@@ -20,7 +22,10 @@ class SubquadConfig(PreTrainedConfig):
 
     `attention` is a spec such as "combiner-fixed:span=64", or a list of specs that the layers take in turn (a
     shorter list is repeated: ["full", "strided:w=32"] alternates dense and sparse). `positions`: learned or
-    sinusoidal embeddings, rotary (turns q and k, for mechanisms on q, k, v), own (the mechanism's: MS-VIPE) or none.
+    sinusoidal embeddings, rotary (turns q and k, for mechanisms on q, k, v), own (the mechanism's: MS-VIPE) or none;
+    published becomes what the mechanism's paper has, own or learned. `mlp`: a feed-forward layer in every block, or
+    only in the last one (Yun et al. 2020, section 5.1). `classifier`: the head of sequence classification is one
+    linear map, or two with a ReLU between them and `intermediate_size` units (Xiong et al. 2021; Lee et al. 2023).
     `cols` says that the sequence is a picture with rows of so many tokens; mechanisms on a grid take it from here.
     `num_key_value_heads` is the number of heads of keys and values (fewer than `num_attention_heads`: grouped-query
     attention) and `head_dim` the width of a head; by default as many as query heads, and hidden_size / heads.
@@ -48,6 +53,8 @@ class SubquadConfig(PreTrainedConfig):
     norm: str = "pre"
     hidden_act: str = "gelu"
     pooling: str = "mean"
+    mlp: str = "every"
+    classifier: str = "linear"
     dropout: float = 0.0
     attention_dropout: float = 0.0
     type_vocab_size: int = 0
@@ -72,6 +79,9 @@ class SubquadConfig(PreTrainedConfig):
         super().__post_init__(**extra, **of_file)
         self._fill_in()
         self.check()
+        if self.positions == "published":
+            found = {_published_positions(spec) for spec in self.specs}
+            self.positions = found.pop() if len(found) == 1 else "learned"
 
     def _fill_in(self) -> None:
         """What is None follows from the other sizes; impossible ones are left for `check` to name."""
@@ -108,7 +118,7 @@ class SubquadConfig(PreTrainedConfig):
         seed = self.evaluation_seed
         if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**62):
             raise ValueError(f"evaluation_seed must be an integer from 0 to 2^62 - 1, or None, not {seed!r}")
-        for key, allowed in (("positions", POSITIONS), ("norm", ("pre", "post")), ("pooling", ("mean", "cls"))):
+        for key, allowed in CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key} must be one of {', '.join(allowed)}, not {getattr(self, key)!r}")
         if self.positions == "rotary" and self.head_dim % 2:
@@ -164,6 +174,12 @@ class SubquadConfig(PreTrainedConfig):
         for index in range(min(self.num_hidden_layers, len(self.specs))):
             spec, options = self.layer_options(index, causal=causal)
             attention(spec, num_heads=self.num_attention_heads, head_dim=self.head_dim, **options)
+
+
+def _published_positions(spec: str) -> str:
+    """How a model of the mechanism's paper knows positions, unless the spec switches the mechanism's own ones off."""
+    name, given = split_spec(spec)
+    return "learned" if given.get("positions") == "none" else mechanism(name).published_positions
 
 
 def _unknown(key: str) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.utils import can_return_tuple
 
+from subquad.models.blocks import Glorot
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
 from subquad.models.generation import CachedGenerationMixin
@@ -178,12 +179,21 @@ class SubquadForTokenClassification(Head):
 
 
 class SubquadForSequenceClassification(SubquadForTokenClassification):
-    """One answer per sequence, from the mean of the real tokens or from the first one. A packed batch has as many
-    answers as sequences, in their order.
+    """One answer per sequence, from the mean of the real tokens or from the first one, by one linear map or two. A
+    packed batch has as many answers as sequences, in their order.
 
     The loss follows `config.problem_type`; without it one label is a regression, integer labels are classes and
     floating-point labels (B, num_labels) are several answers at once, each 0 or 1.
     """
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        if config.classifier == "mlp":
+            inner = config.intermediate_size
+            self.classifier = Glorot(
+                nn.Linear(config.hidden_size, inner), nn.ReLU(), nn.Linear(inner, config.num_labels)
+            )
+            self.post_init()
 
     def score(self, states: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
         return self.classifier(self.dropout(self._pooled(states, attention_mask, packing)))  # (B, labels)

@@ -52,8 +52,7 @@ class DecoderBlock(Block):
         y, _, cross = self.cross(
             self.before(self.cross_norm, x), real, context=context, want_weights=want, cross=cross_cache
         )
-        x = self.after(self.cross_norm, x, y)
-        x = self.after(self.norms[1], x, self.feedforward(self.before(self.norms[1], x)))
+        x = self.feed(self.after(self.cross_norm, x, y))
         return BlockOutput(x, weights, cross, *record[:3])
 
 

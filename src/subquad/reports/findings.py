@@ -37,6 +37,7 @@ class Findings(NamedTuple):
 def find(rows: Sequence[Row], guessing: dict[str, float] | None = None, *, busy: str | None = None) -> Findings | None:
     """None where nothing has finished. `busy` says why times are not to be trusted, if they are not."""
     done = finished(rows)
+    done = [row for row in done if not stuck(row)] or done
     if not done:
         return None
     larger = bool(done[0]["larger_is_better"])
@@ -63,6 +64,11 @@ def find(rows: Sequence[Row], guessing: dict[str, float] | None = None, *, busy:
 
 def finished(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["mean"] is not None and math.isfinite(row["mean"])]
+
+
+def stuck(row: Row) -> bool:
+    """Whether a run has not left the plateau: such an attention is marked, not ranked."""
+    return None in row.get("left_plateau", ())
 
 
 def time_of(row: Row) -> float:
@@ -222,6 +228,10 @@ def caution(rows: Sequence[Row], busy: str | None = None) -> str:
     else:
         seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         text = f"Mean ± standard deviation over {seeds} seeds."
+    waiting = [row["attention"] for row in finished(rows) if stuck(row)]
+    if waiting:
+        has = "has" if len(waiting) == 1 else "have"
+        text += f" {', '.join(waiting)} {has} not left the plateau in these steps and {has} no rank."
     if busy and len(finished(rows)) > 1:
         text += f" The times are not to be trusted: {busy}. Run the same command again on a quiet machine."
     return text

@@ -126,13 +126,19 @@ class Column:
     cells: list[Cell]
 
 
+def scored(row: Row) -> str:
+    """The metric, with the learning rate it was reached at, and a mark if the plateau was never left."""
+    rate = f" at rate {row['rate']}" if row.get("rate") else ""
+    return findings.score(row) + rate + (" (on the plateau)" if findings.stuck(row) else "")
+
+
 def columns(rows: Sequence[Row], metric: str, found: findings.Findings | None, *, busy: bool = False) -> list[Column]:
     """The table, column by column. Of the metric all that are level with the best are marked, if they beat guessing; of
     the time none if times are not to be trusted.
     """
     sign = "≈" if busy else "×"
     made = [
-        column(rows, metric, "mean", findings.score, mark=False),
+        column(rows, metric, "mean", scored, mark=False),
         column(rows, "relative time", "relative_time", lambda row: f"{sign} {row['relative_time']:.2f}", mark=not busy),
         column(rows, "training time", "total_seconds", lambda row: duration(row["total_seconds"]), mark=False),
         column(rows, "peak memory", "memory", lambda row: mebibytes(row["memory"])),

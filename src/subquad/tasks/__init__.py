@@ -36,6 +36,7 @@ _TASKS: dict[str, Any] = {
     "glue-qnli": "subquad.tasks.glue:Qnli",
     "glue-rte": "subquad.tasks.glue:Rte",
     "glue-wnli": "subquad.tasks.glue:Wnli",
+    "xnli": "subquad.tasks.xnli:Xnli",
 }
 
 

@@ -80,10 +80,21 @@ class Task:
         """Further metrics of the best model, those that need more than logits: BLEU of translations."""
         return {}
 
+    def plateau(self) -> tuple[float, float, str] | None:
+        """What a model scores before it uses its context, by how much a score must be better, and what the score is
+        called (after `load`); None = the score of guessing.
+        """
+        return None
+
     def initialise(self, model: Any) -> None:
         """Change a fresh model before training, such as by the weights of another one."""
 
     # ---- what follows from the head ----
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the model is given."""
+        return self.recipe.length
 
     def config(self) -> dict[str, Any]:
         """All keys of the model's configuration but the attention."""
@@ -93,10 +104,12 @@ class Task:
             "num_hidden_layers": r.layers,
             "num_attention_heads": r.heads,
             "intermediate_size": r.feedforward,
-            "max_position_embeddings": r.length,
+            "max_position_embeddings": self.longest,
             "positions": r.positions,
             "norm": r.norm,
             "pooling": r.pooling,
+            "classifier": r.classifier,
+            "mlp": r.mlp,
             "initializer_range": r.initial,
             "dropout": r.dropout,
             "attention_dropout": r.attention_dropout,

@@ -8,11 +8,13 @@ in the cache that is written once, document by document, and a long book is read
 
 Sources: pg19 (Rae et al. 2020: its folders train, validation and test, or a tar of some books, of which one tenth
 validates and one tenth tests), lm1b (Chelba et al. 2013: every line is a document; held-out file 0 tests, file 1
-validates), folder (any folder of .txt files, parted like a tar of books). `lm-bytes` reads PG-19 as one text of bytes.
+validates), wiki40b (Guo et al. 2020: a JSON object a line, whose "text" has the marks of the release), folder (any
+folder of .txt files, parted like a tar of books). `lm-bytes` reads PG-19 as one text of bytes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -45,6 +47,12 @@ LM1B = Source(
     "1-billion-word-language-modeling-benchmark-r13output.tar.gz, unpacked",
     "https://www.statmt.org/lm-benchmark/",
 )
+WIKI40B = Source(
+    "wiki40b",
+    'Wiki-40B, English, as en.{train,validation,test}.jsonl, one {"text": …} a line',
+    "wiki40b of TensorFlow Datasets or google/wiki40b of the Hugging Face hub",
+)
+MARKS = ("_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_")
 ROOT, TRAINING, HELDOUT = (
     "1-billion-word-language-modeling-benchmark-r13output",
     "training-monolingual.tokenized.shuffled",
@@ -56,7 +64,7 @@ ROOT, TRAINING, HELDOUT = (
 class BooksRecipe(Recipe):
     """`train_size` and `eval_size` count windows, spread evenly over all documents."""
 
-    source: Literal["pg19", "lm1b", "folder"] = option("pg19", "the texts")
+    source: Literal["pg19", "lm1b", "wiki40b", "folder"] = option("pg19", "the texts")
     path: str | None = option(None, "the folder of source=folder")
     subwords: int = option(32_000, "tokens in the vocabulary", ge=256 + len(SPECIALS))
     stride: int | None = option(None, "step of the windows of an evaluation; None = length - 1, no overlap", ge=1)
@@ -79,10 +87,14 @@ class Books(TokenizedTask):
     `lm1b` is One Billion Words in Sparse Transformers, G.2: 12 blocks of 256, 8 heads, feed-forward 1024, length 256,
     10,000 warm-up steps of 240,000. Heads have width 32 here, not 64, and the optimiser is AdamW, not Adafactor; the
     batch of 4096 tokens on each of 8 chips is 128 sequences; rate (1e-3) and vocabulary (32,000) are not given.
+
+    `wiki40b` is Wiki-40B in Combiner, E.3 (tables 2 and 3): 12 layers of 768, 12 heads, pre-norm, 32,000 pieces,
+    125,000 steps of 128 sequences, cosine with 10,000 steps of warm-up; rate 3e-4 as in the published configuration.
+    The length is 2048 or 8192: --set length=8192. The pieces are byte-level BPE, not the authors' SentencePiece model.
     """
 
-    title = "language modelling at length on subwords (PG-19, One Billion Words, any folder of texts)"
-    paper = "Composite Slice, A.7.2; Sparse Transformers, G.2"
+    title = "language modelling at length on subwords (PG-19, One Billion Words, Wiki-40B, any folder of texts)"
+    paper = "Composite Slice, A.7.2; Sparse Transformers, G.2; Combiner, E.3"
     head = "causal-lm"
     metric = "perplexity"
     larger_is_better = False
@@ -99,6 +111,10 @@ class Books(TokenizedTask):
         "lm1b": BooksRecipe(
             source="lm1b", length=256, width=256, layers=12, heads=8, feedforward=1024, dropout=0.1, subwords=32_000,
             steps=240_000, batch=128, rate=1e-3, warmup=10_000, schedule="sqrt", evaluate=5000,
+        ),
+        "wiki40b": BooksRecipe(
+            source="wiki40b", length=2048, width=768, layers=12, heads=12, feedforward=3072, subwords=32_000,
+            steps=125_000, batch=128, rate=3e-4, warmup=10_000, decay=0.0, evaluate=1000, stride=1024,
         ),
     }  # fmt: skip
 
@@ -129,6 +145,8 @@ class Books(TokenizedTask):
         r = self.recipe
         if r.source == "lm1b":
             return one_billion_words(self.data)
+        if r.source == "wiki40b":
+            return wiki_40b(self.data)
         if r.source == "folder":
             return drawn(Path(r.path), self.seed)
         path = PG19.find(self.data, "train", "books.tar")
@@ -249,6 +267,30 @@ def one_billion_words(data: Path | None) -> list[Texts]:
 
 def _lines(files: Sequence[Path]) -> Callable[[], Iterable[Document]]:
     return lambda: ([line] for file in files for _, line in read_lines(file) if line.strip())
+
+
+def wiki_40b(data: Path | None) -> list[Texts]:
+    """The articles of the three official parts."""
+    parts = [WIKI40B.find(data, f"en.{part}.jsonl") for part in ("train", "validation", "test")]
+    return [Texts(f"{signature([part])} articles", _articles(part)) for part in parts]
+
+
+def _articles(file: Path) -> Callable[[], Iterable[Document]]:
+    return lambda: ([article(f"{file}, line {number}", line)] for number, line in read_lines(file) if line.strip())
+
+
+def article(where: str, line: str) -> str:
+    """The text of a JSON object {"text": …} without the marks of the release: _NEWLINE_ becomes a line end; those of
+    articles, sections and paragraphs, each on a line of its own, are left out.
+    """
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where}: a JSON object with the key text is expected, not {line[:60]!r}") from error
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: text must be a string, not {text!r:.60}")
+    lines = [each for each in text.split("\n") if each.strip() and each.strip() not in MARKS]
+    return "\n".join(lines).replace("_NEWLINE_", "\n")
 
 
 def sample(documents: Iterable[Document]) -> list[str]:

@@ -63,6 +63,10 @@ class Bytes(Language):
         ),
     }  # fmt: skip
 
+    def plateau(self) -> tuple[float, float, str]:
+        """A model that looks at one byte only reaches the bigram entropy; small models stay there for a while."""
+        return self.baselines()["bigram"], 0.0, "bigram"
+
     def texts(self) -> Texts:
         source = self.recipe.source
         if source == "enwik8":

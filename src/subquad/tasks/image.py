@@ -18,7 +18,8 @@ from torch import Tensor
 from subquad.core.options import option
 from subquad.data.datasets import Examples, with_validation
 from subquad.data.files import Source, members, read_bytes
-from subquad.tasks.base import Example, Splits, Task
+from subquad.tasks.arena import CST, ArenaTask
+from subquad.tasks.base import Example, Splits
 from subquad.tasks.recipe import Recipe
 
 CIFAR10 = Source(
@@ -48,7 +49,7 @@ class ImageRecipe(Recipe):
     valid: int = option(1000, "training pictures set aside for validation, drawn by seed", ge=1)
 
 
-class Image(Task):
+class Image(ArenaTask):
     """Recipe `paper`: Table 7 of the SBM paper (column IMAGE), 5000 pictures for validation as in the Arena.
 
     The paper builds on the Nyströmformer's implementation of the Arena; what its table leaves out is from there:
@@ -67,7 +68,9 @@ class Image(Task):
         "paper": ImageRecipe(
             length=1024, width=64, layers=2, heads=2, feedforward=128, dropout=0.1, attention_dropout=0.1,
             steps=35000, batch=1024, rate=5e-4, warmup=175, schedule="linear", decay=0.0, evaluate=350, valid=5000,
+            classifier="mlp",
         ),
+        "cst": ImageRecipe(length=1024, **CST, steps=35000, batch=1024, warmup=175, evaluate=350, valid=5000),
     }  # fmt: skip
 
     def load(self) -> Splits:
@@ -93,7 +96,7 @@ class Image(Task):
     def vocabulary(self) -> dict[str, Any]:
         return {"vocab_size": 256, "num_labels": 10, "cols": self.positions() // ROWS[self.recipe.source]}
 
-    def encode(self, text: str) -> Example:
+    def read(self, text: str) -> Example:
         """A picture written as its values, 0 to 255, row by row, separated by blanks."""
         words = text.split()
         if len(words) != self.positions():

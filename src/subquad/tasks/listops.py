@@ -25,7 +25,8 @@ import torch
 from subquad.core.options import option
 from subquad.data.datasets import Examples, generated_splits
 from subquad.data.files import Source, read_lines
-from subquad.tasks.base import Example, Splits, Task
+from subquad.tasks.arena import CST, ArenaTask
+from subquad.tasks.base import Example, Splits
 from subquad.tasks.recipe import Recipe
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -50,7 +51,7 @@ class ListOpsRecipe(Recipe):
     max_length: int = option(2000, "expressions are shorter than this", ge=4)
 
 
-class ListOps(Task):
+class ListOps(ArenaTask):
     title = "evaluate nested MIN, MAX, MED and SM of digits (generated, or official files)"
     paper = "Long Range Arena; Cho et al. 2022, table 7"
     head = "sequence"
@@ -62,7 +63,11 @@ class ListOps(Task):
         ),
         "paper": ListOpsRecipe(
             length=2048, width=64, layers=2, heads=2, feedforward=128, dropout=0.1, attention_dropout=0.1, steps=5000,
-            batch=128, rate=5e-4, warmup=500, schedule="linear", evaluate=250, train_size=96_000, eval_size=2000,
+            batch=128, rate=5e-4, warmup=1000, schedule="linear", decay=0.0, evaluate=250, train_size=96_000,
+            eval_size=2000, classifier="mlp",
+        ),
+        "cst": ListOpsRecipe(
+            length=2048, **CST, steps=5000, batch=128, warmup=1000, evaluate=250, train_size=96_000, eval_size=2000
         ),
     }  # fmt: skip
 
@@ -109,7 +114,7 @@ class ListOps(Task):
     def vocabulary(self) -> dict[str, Any]:
         return {"vocab_size": len(TOKENS), "num_labels": 10, "pad_token_id": 0}
 
-    def encode(self, text: str) -> Example:
+    def read(self, text: str) -> Example:
         ids = tokens(text, "the expression")
         evaluate(ids, "the expression")  # a malformed one is an error, not an answer
         return {"input_ids": torch.tensor(ids)}

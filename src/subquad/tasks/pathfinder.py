@@ -30,7 +30,8 @@ from torch.utils.data import Dataset
 from subquad.core.options import option
 from subquad.data.datasets import Examples
 from subquad.data.files import Source, read_lines
-from subquad.tasks.base import Example, Splits, Task
+from subquad.tasks.arena import CST, ArenaTask
+from subquad.tasks.base import Example, Splits
 from subquad.tasks.contours import picture
 from subquad.tasks.recipe import Recipe
 
@@ -50,7 +51,7 @@ class PathfinderRecipe(Recipe):
     distractors: int = option(3, "short contours, of a third as many dashes (generated pictures)", ge=0)
 
 
-class Pathfinder(Task):
+class Pathfinder(ArenaTask):
     """Recipe `paper`: Table 7 of the SBM paper (column PATHFINDER), on the hard pictures (14 dashes).
 
     The paper builds on the Nyströmformer's implementation of the Arena; what its table leaves out is from there: 312
@@ -69,7 +70,10 @@ class Pathfinder(Task):
         "paper": PathfinderRecipe(
             source="file", length=1024, size=32, contour=14, width=64, layers=2, heads=2, feedforward=128, dropout=0.1,
             attention_dropout=0.1, steps=62400, batch=1024, rate=5e-4, warmup=312, schedule="linear", decay=0.0,
-            evaluate=312,
+            evaluate=312, classifier="mlp",
+        ),
+        "cst": PathfinderRecipe(
+            source="file", length=1024, size=32, contour=14, **CST, steps=62400, batch=1024, warmup=312, evaluate=312
         ),
     }  # fmt: skip
 

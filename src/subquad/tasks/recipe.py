@@ -19,9 +19,13 @@ class Recipe(Checked):
     layers: int = option(2, "number of layers", ge=1)
     heads: int = option(4, "number of heads", ge=1)
     feedforward: int = option(512, "width of the feed-forward layers", ge=1)
-    positions: Literal["learned", "sinusoidal", "rotary", "own", "none"] = option("learned", "how positions are known")
+    positions: Literal["learned", "sinusoidal", "rotary", "own", "none", "published"] = option(
+        "published", "how positions are known; published: as in the paper of the attention, its own or learned"
+    )
     norm: Literal["pre", "post"] = option("pre", "where blocks are normalised")
     pooling: Literal["mean", "cls"] = option("mean", "how a sequence becomes one vector")
+    classifier: Literal["linear", "mlp"] = option("linear", "head of sequence classification: one linear map, or two")
+    mlp: Literal["every", "last"] = option("every", "which layers have a feed-forward layer")
     dropout: float = option(0.0, "dropout of the model", ge=0, lt=1)
     attention_dropout: float = option(0.0, "dropout of the attention weights", ge=0, lt=1)
     initial: float = option(0.02, "standard deviation of the embeddings and of the head at the start", gt=0)

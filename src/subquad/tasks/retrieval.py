@@ -23,7 +23,8 @@ from torch.utils.data import Dataset
 
 from subquad.core.options import option
 from subquad.data.files import Source, members, opened
-from subquad.tasks.base import Example, Splits, Task, collate
+from subquad.tasks.arena import CST, ArenaTask
+from subquad.tasks.base import Example, Splits, collate
 from subquad.tasks.recipe import Recipe
 
 SOURCES = {
@@ -50,7 +51,7 @@ class RetrievalRecipe(Recipe):
     source: Literal["aan", "acl"] = option("aan", "the Arena's pairs, or pairs of one's own in its format")
 
 
-class Retrieval(Task):
+class Retrieval(ArenaTask):
     """Recipe `paper`: Table 7 of the SBM paper (column RETRIEVAL), but for `length`: the Arena's 4000 bytes, not 4096.
 
     The paper builds on the Nyströmformer's implementation of the Arena; what its table leaves out is from there:
@@ -70,6 +71,7 @@ class Retrieval(Task):
             length=4000, width=64, layers=2, heads=2, feedforward=128, dropout=0.1, attention_dropout=0.1,
             steps=30000, batch=32, rate=1e-4, warmup=800, schedule="linear", decay=0.0, evaluate=300,
         ),
+        "cst": RetrievalRecipe(length=4000, **{**CST, "rate": 1e-4}, steps=30000, batch=32, warmup=800, evaluate=300),
     }  # fmt: skip
 
     def load(self) -> Splits:
@@ -133,6 +135,7 @@ class Retrieval(Task):
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Each side padded to its own longest text."""
+        examples = [self.with_cls(example) for example in examples]
         firsts = [{key: x for key, x in example.items() if key != "pair_ids"} for example in examples]
         batch = collate(firsts, 0)
         seconds = collate([{"input_ids": example["pair_ids"]} for example in examples], 0)
@@ -141,7 +144,7 @@ class Retrieval(Task):
             batch["pair_mask"] = seconds["attention_mask"]
         return batch
 
-    def encode(self, text: str) -> Example:
+    def read(self, text: str) -> Example:
         """Two texts with a tab between them; as in training, what follows the first `length` bytes is not read."""
         texts = text.split("\t")
         if len(texts) != 2 or not all(texts):

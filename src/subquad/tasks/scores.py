@@ -51,6 +51,13 @@ def f1_and_accuracy(statistics: np.ndarray) -> dict[str, float]:
     return {"f1": float(2 * found / max(named, 1)), **accuracy(statistics)}
 
 
+def macro_f1_and_accuracy(statistics: np.ndarray) -> dict[str, float]:
+    """Of `predictions` of several classes: the mean of their F1, each class against the others, and accuracy."""
+    classes = np.unique(statistics)
+    each = [f1_and_accuracy((statistics == one).astype(float))["f1"] for one in classes]
+    return {"f1": float(np.mean(each)), **accuracy(statistics)}
+
+
 def matthews(statistics: np.ndarray) -> dict[str, float]:
     """Of `predictions` of two classes: Matthews' correlation, that of two binary variables."""
     return {"matthews": correlation(*statistics.T), **accuracy(statistics)}

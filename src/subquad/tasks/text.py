@@ -18,7 +18,8 @@ from torch import Tensor
 from subquad.core.options import option
 from subquad.data.datasets import Examples, with_validation
 from subquad.data.files import Source, members
-from subquad.tasks.base import Example, Splits, Task
+from subquad.tasks.arena import CST, ArenaTask
+from subquad.tasks.base import Example, Splits
 from subquad.tasks.recipe import Recipe
 
 IMDB = Source(
@@ -35,7 +36,7 @@ class TextRecipe(Recipe):
     valid: int = option(2500, "training reviews set aside for validation, drawn by seed", ge=1)
 
 
-class Text(Task):
+class Text(ArenaTask):
     """Recipe `paper`: Table 7 of the SBM paper (column TEXT), but for `length`: the Arena's 4096 bytes, not 3072.
 
     The paper builds on the Nyströmformer's implementation of the Arena; what its table leaves out is from there:
@@ -54,7 +55,9 @@ class Text(Task):
         "paper": TextRecipe(
             length=4096, width=64, layers=2, heads=2, feedforward=128, dropout=0.1, attention_dropout=0.1,
             steps=20000, batch=128, rate=5e-4, warmup=8000, schedule="linear", decay=0.0, evaluate=500,
+            classifier="mlp",
         ),
+        "cst": TextRecipe(length=4096, **CST, steps=20000, batch=128, warmup=8000, evaluate=500),
     }  # fmt: skip
 
     def load(self) -> Splits:
@@ -89,7 +92,7 @@ class Text(Task):
     def vocabulary(self) -> dict[str, Any]:
         return {"vocab_size": 257, "num_labels": 2, "pad_token_id": 0}
 
-    def encode(self, text: str) -> Example:
+    def read(self, text: str) -> Example:
         """A review of any length; as in training, what follows the first `length` bytes is not read."""
         if not text:
             raise ValueError(f"{self.name}: the review is empty")

@@ -75,6 +75,10 @@ class Words(Language):
             source="wikitext-103", length=256, width=128, layers=16, heads=8, feedforward=2048, dropout=0.1,
             steps=500000, batch=96, rate=2.5e-4, warmup=2000, decay=0.0, evaluate=4000, stride=128,
         ),
+        "long": WordsRecipe(
+            source="wikitext-103", length=1024, width=512, layers=16, heads=8, feedforward=2048, dropout=0.1,
+            steps=90_000, batch=32, rate=5e-4, warmup=2000, decay=0.0, evaluate=2000, stride=512,
+        ),
     }  # fmt: skip
 
     words: list[str]

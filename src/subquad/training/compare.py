@@ -28,6 +28,8 @@ from subquad.training import log, speed
 from subquad.training.callbacks import SIGNALS
 from subquad.training.folder import check_out
 from subquad.training.lock import holder, locked, refusal
+from subquad.training.plateau import Plateau, find_plateau, left_at
+from subquad.training.rates import choose
 from subquad.training.run import Run, check_specs, make_arguments, slug, versions, was
 from subquad.training.run import clear as clear_run
 
@@ -44,26 +46,47 @@ class Comparison:
     seeds: int = 1
     data: Path | None = None
     command: list[str] = field(default_factory=lambda: sys.argv)
+    rates: tuple[str, ...] = ()  # learning rates of which each attention gets its best; none: the recipe's
     guessing: dict[str, float] | None = None  # the score of guessing and its standard error, from `check`
+    plateau: Plateau | None = None  # from `check`
     timing: dict[str, Any] | None = None  # what `speed.relative_costs` found
+    timed: bool = True  # measure the relative cost of the attentions at the end
 
     def described(self) -> dict[str, Any]:
         settings = make_task(self.task, self.recipe, self.settings).recipe.asdict()
         return {"task": self.task, "recipe": self.recipe, "settings": settings}
 
-    def folder(self, attention: str, seed: int) -> Path:
-        return self.out / slug(attention) / f"seed{seed}"
+    def folder(self, attention: str, seed: int, rate: str | None = None) -> Path:
+        own = self.out / slug(attention)
+        return (own if rate is None else own / f"rate={rate}") / f"seed{seed}"
+
+    def tried(self, attention: str) -> dict[str, dict[str, Any]]:
+        """The results of the learning rates that have been tried."""
+        found = {rate: log.read_result(self.folder(attention, 0, rate)) for rate in self.rates}
+        return {rate: result for rate, result in found.items() if result is not None}
 
 
 def check(comparison: Comparison) -> None:
     """What cannot work is refused before anything is trained or deleted: every attention is made once in small, the
     data are read, and the score of guessing is taken from them.
     """
+    check_attentions(comparison)
+    check_data(comparison)
+
+
+def check_attentions(comparison: Comparison) -> None:
+    """Every attention is made once in small."""
     task = make_task(comparison.task, comparison.recipe, comparison.settings, comparison.data)
     for attention in comparison.attentions:
         check_specs(task, attention.split("|"))
         make_arguments(Run(task, attention.split("|"), comparison.out))
-    comparison.guessing = asdict(guess(task, task.load()))
+
+
+def check_data(comparison: Comparison) -> None:
+    """The data are read; the score of guessing and the plateau are taken from them."""
+    task = make_task(comparison.task, comparison.recipe, comparison.settings, comparison.data)
+    guessing = guess(task, task.load())
+    comparison.guessing, comparison.plateau = asdict(guessing), find_plateau(task, guessing)
 
 
 def prepare(comparison: Comparison, *, overwrite: bool) -> None:
@@ -93,11 +116,11 @@ def prepare(comparison: Comparison, *, overwrite: bool) -> None:
 
 def clear(out: Path) -> None:
     """Delete what a comparison writes, its runs included, and nothing else that lies in the folder."""
-    for run in out.glob("*/seed*"):
+    for run in [*out.glob("*/seed*"), *out.glob("*/rate=*/seed*")]:
         if (run / "run.json").exists():
             with locked(run):
                 clear_run(run)
-            for folder in (run, run.parent):
+            for folder in (run, run.parent, *([run.parent.parent] if run.parent.name.startswith("rate=") else [])):
                 with contextlib.suppress(OSError):  # not empty: something of the user's
                     folder.rmdir()
     for name in ("comparison.json", "report.html"):
@@ -107,16 +130,18 @@ def clear(out: Path) -> None:
 def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Train what is not yet trained; returns what comparison.json holds. Ctrl-C leaves everything resumable."""
     with locked(comparison.out):
-        for attention, seed in pending(comparison):
-            tell(f"{comparison.task} · {attention} · seed {seed}")
-            code, reason = run_one(comparison, attention, seed), comparison.folder(attention, seed) / "error.txt"
+        for attention, seed, rate in pending(comparison):
+            tell(f"{comparison.task} · {attention} · seed {seed}" + ("" if rate is None else f" · rate {rate}"))
+            code = run_one(comparison, attention, seed, rate)
+            reason = comparison.folder(attention, seed, rate) / "error.txt"
             if code == 130:
                 raise KeyboardInterrupt
             if code and not reason.exists():  # killed, out of memory: it could not say why
                 reason.write_text(f"ended with exit code {code}")
             write(comparison)
         write(comparison)
-        comparison.timing = measure_timing(comparison, tell)
+        if comparison.timed:
+            comparison.timing = measure_timing(comparison, tell)
         return write(comparison)
 
 
@@ -143,21 +168,28 @@ def known_timing(comparison: Comparison) -> dict[str, Any] | None:
     return comparison.timing
 
 
-def pending(comparison: Comparison) -> Iterator[tuple[str, int]]:
-    """Seed by seed, so that an early look has every attention."""
+def pending(comparison: Comparison) -> Iterator[tuple[str, int, str | None]]:
+    """Seed by seed, so that an early look has every attention; the first seed tries the learning rates, and what it
+    finds is asked for when the next one begins.
+    """
     for seed in range(comparison.seeds):
         for attention in comparison.attentions:
-            if log.read_result(comparison.folder(attention, seed)) is None:
-                yield attention, seed
+            rates: tuple[str | None, ...] = comparison.rates or (None,)
+            if comparison.rates and seed:
+                rates = (choose(comparison.tried(attention)),)  # None: no rate came to an end
+            for rate in rates:
+                nothing_chosen = bool(comparison.rates) and rate is None
+                if not nothing_chosen and log.read_result(comparison.folder(attention, seed, rate)) is None:
+                    yield attention, seed, rate
 
 
-def run_one(comparison: Comparison, attention: str, seed: int) -> int:
+def run_one(comparison: Comparison, attention: str, seed: int, rate: str | None = None) -> int:
     """One training in its own process; its exit code, 130 if it was stopped. Progress passes through."""
-    folder = comparison.folder(attention, seed)
+    folder = comparison.folder(attention, seed, rate)
     arguments = ["train", comparison.task, "--attention", attention]
     arguments += ["--recipe", comparison.recipe, "--seed", str(seed), "--out", str(folder)]
     arguments += ["--resume"] if (folder / "run.json").exists() else []
-    for setting in comparison.settings:
+    for setting in (*comparison.settings, *([] if rate is None else [f"rate={rate}"])):
         arguments += ["--set", setting]
     if comparison.data is not None:
         arguments += ["--data", str(comparison.data)]
@@ -203,7 +235,8 @@ def write(comparison: Comparison) -> dict[str, Any]:
     """comparison.json as the runs stand now."""
     about: dict[str, Any] = {"command": shlex.join(comparison.command), "versions": versions()}
     about["data"] = None if comparison.data is None else str(comparison.data)
-    about |= {"guessing": comparison.guessing, "timing": known_timing(comparison)}
+    about |= {"guessing": comparison.guessing, "timing": known_timing(comparison), "rates": list(comparison.rates)}
+    about["plateau"] = None if comparison.plateau is None else asdict(comparison.plateau)
     whole = {**comparison.described(), **about, "seeds": comparison.seeds, "rows": rows(comparison)}
     write_atomically(comparison.out / "comparison.json", json.dumps(whole, indent=1))
     return whole
@@ -228,15 +261,22 @@ def rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def row(comparison: Comparison, attention: str) -> dict[str, Any]:
-    folders = [comparison.folder(attention, seed) for seed in range(comparison.seeds)]
+    tried = comparison.tried(attention)
+    rate = choose(tried) or (comparison.rates[0] if comparison.rates else None)
+    folders = [comparison.folder(attention, seed, rate) for seed in range(comparison.seeds)]
     finished = [(folder, result) for folder in folders if (result := log.read_result(folder)) is not None]
     results = [result for _, result in finished]
     errors = [(folder / "error.txt").read_text() for folder in folders if (folder / "error.txt").exists()]
-    base = {"attention": attention, "runs": [str(folder) for folder in folders], "error": errors[0] if errors else None}
+    base: dict[str, Any] = {
+        "attention": attention,
+        "runs": [str(folder) for folder in folders],
+        "error": errors[0] if errors else None,
+    }
+    base |= {"rate": rate if tried else None, "rates": {each: result["valid"] for each, result in tried.items()}}
     empty = dict.fromkeys(("metric", "larger_is_better", "mean", "sd", "step_seconds", "step_quartiles",
                            "total_seconds", "memory", "parameters", "connections", "density"))  # fmt: skip
     if not results:
-        return {**base, **empty, "scores": []}
+        return {**base, **empty, "scores": [], "left_plateau": []}
     metric = results[0]["metric"]
     logs = [log.read(folder) for folder, _ in finished]
     scores = [result["test"][metric] for result in results]
@@ -247,6 +287,7 @@ def row(comparison: Comparison, attention: str) -> dict[str, Any]:
         "scores": scores,
         "mean": statistics.mean(scores),
         "sd": statistics.stdev(scores) if len(scores) > 1 else None,
+        "left_plateau": steps_on_plateau(comparison, results[0], logs),
         "step_seconds": statistics.median(result["step_seconds"] for result in results),
         **speed.training_times(logs),
         "memory": max(result["memory"] for result in results),
@@ -254,3 +295,13 @@ def row(comparison: Comparison, attention: str) -> dict[str, Any]:
         "connections": statistics.mean(result["connections"] for result in results),
         "density": results[0]["density"],
     }
+
+
+def steps_on_plateau(comparison: Comparison, result: dict[str, Any], logs: list[list[dict[str, Any]]]) -> list[Any]:
+    """For each finished run the step at which it left the plateau; None for one that has not. Empty if nobody knows
+    the plateau: it is found by `check`.
+    """
+    if comparison.plateau is None:
+        return []
+    about = {"metric": result["metric"], "larger_is_better": result["larger_is_better"]}
+    return [left_at(records, plateau=comparison.plateau, **about) for records in logs]

@@ -68,7 +68,7 @@ def check_config(folder: Path, task: Task) -> None:
         raise ValueError(f"{folder}: the model cannot be read (config.json is missing)")
     config = log.read_json(path)
     sizes = {"hidden_size": r.width, "num_hidden_layers": r.layers, "num_attention_heads": r.heads,
-             "intermediate_size": r.feedforward, "max_position_embeddings": r.length}  # fmt: skip
+             "intermediate_size": r.feedforward, "max_position_embeddings": task.longest}  # fmt: skip
     for key, size in sizes.items():
         if config.get(key) != size:
             raise ValueError(f"{path} is damaged: {key} is {config.get(key)!r:.40}, and task.json says {size}")

@@ -1,0 +1,150 @@
+"""`subquad reproduce NAME`: a table or figure of one of the four papers, made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from subquad.cli.train import Data
+from subquad.core.console import err, out
+from subquad.reproductions import PAPERS, find
+from subquad.reproductions.declare import SCALES, Reproduction
+
+WORDS = {
+    "trained": "trained",
+    "measured": "measured",
+    "drawn": "drawn",
+    "same": "as another",
+    "stated": "nothing to run",
+}
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog="Example: subquad reproduce combiner-table-1 --seeds 3 --column CIFAR-10")(reproduce)
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="A table or figure; without a name they are listed.")] = None,
+    recipe: Annotated[
+        str, typer.Option(help="small: scaled down for a laptop; paper: the size of the paper.")
+    ] = "small",
+    seeds: Annotated[int, typer.Option(min=1, help="Number of runs of each method, each with its own seed.")] = 1,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rates, comma-separated, of which each method gets the best on validation; none: only the "
+            "recipe's. [default: those of the table, if it is scaled down]",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option("--method", help="Only this method of the table; may be repeated.")
+    ] = None,
+    column: Annotated[
+        list[str] | None, typer.Option("--column", help="Only this column of the table; may be repeated.")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--out", help="Folder of the runs, which tables share.")] = Path(
+        "out/reproduce"
+    ),
+    results: Annotated[
+        Path | None, typer.Option(help="Folder for the result as JSON. [default: OUT/results]", show_default=False)
+    ] = None,
+    pages: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the generated part of DOCS/experiments.md and its figures from DOCS/results, and stop."
+        ),
+    ] = None,
+    data: Data = None,
+) -> None:
+    """Make a table or figure of the four papers again, and say whether it agrees with the paper.
+
+    The scaled-down version is the default. Run the same command again to resume it, or with more seeds to add them. The
+    result shows our numbers beside the paper's, the order of the methods in both, and every claim of the paper:
+    whether it holds, fails, or cannot be told within the spread of the seeds.
+    """
+    if pages is not None:
+        return _write_pages(pages)
+    if name is None:
+        return _list()
+    if recipe not in SCALES:
+        raise typer.BadParameter(f"--recipe must be one of {', '.join(SCALES)}, not {recipe!r}")
+    found = find(name)
+    from subquad.training.quiet import quiet
+
+    quiet()
+    from subquad.reproductions.runner import Plan, limited
+    from subquad.training.rates import parse_rates
+
+    bracket = None if rates is None else () if rates == "none" else parse_rates(rates)
+    chosen = limited(found, method or (), column or ())
+    _run(Plan(chosen, folder, recipe, seeds, bracket, data), results or folder / "results")
+
+
+def _list() -> None:
+    for paper, all_of in PAPERS.items():
+        out().print(Text(paper, "bold"))
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for each in all_of:
+            table.add_row(f"  {each.key}", WORDS[each.kind] if not each.too_big else "paper's size only", each.title)
+        out().print(table)
+    out().print("subquad reproduce NAME runs the scaled-down version, --recipe paper the full size", style="dim")
+
+
+def _write_pages(docs: Path) -> None:
+    from subquad.reproductions.pages import write_pages
+
+    for path in write_pages(docs):
+        out().print(f"written: {path}", soft_wrap=True)
+
+
+def _run(plan: Any, results: Path) -> None:
+    from subquad.reproductions.runner import collect, reproduce, summary, write_result
+
+    try:
+        result = reproduce(plan, lambda text: err().print(text, style="bold", soft_wrap=True))
+    except KeyboardInterrupt:
+        if plan.reproduction.kind == "trained":
+            partial = summary(plan, collect(plan))
+            show(partial, plan.reproduction)
+            write_result(results, partial)
+        err().print("stopped; run the same command again to resume", soft_wrap=True)
+        raise typer.Exit(130) from None
+    if "picture" in result:
+        out().print(f"drawn: {result['picture']}", soft_wrap=True)
+        return
+    show(result, plan.reproduction)
+    out().print(f"result: {write_result(results, result)}", soft_wrap=True)
+
+
+def show(result: dict[str, Any], reproduction: Reproduction) -> None:
+    """Ours beside the paper's, the orders, the claims, the verdict."""
+    from subquad.reproductions.pages import SIGNS, cell, stated
+
+    console = out()
+    console.print(Text.assemble((result["place"], "bold"), f": {result['title']}"), soft_wrap=True)
+    if result["differs"]:
+        console.print(f"differs from the paper: {result['differs']}", style="dim", soft_wrap=True)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("ours (the paper's)")
+    for name in result["columns"]:
+        table.add_column(name, justify="right")
+    for name in result["methods"]:
+        table.add_row(name, *(cell(result, name, column) for column in result["columns"]))
+    console.print(table)
+    for name, column in result["columns"].items():
+        if len(column["order"]) > 1:
+            console.print(f"{name}, ours:  {' > '.join(column['order'])}", soft_wrap=True, markup=False)
+            if column["paper_order"]:
+                console.print(f"{name}, paper: {' > '.join(column['paper_order'])}", soft_wrap=True, markup=False)
+    for each in result["claims"]:
+        larger = result["columns"][each["column"]]["larger_is_better"]
+        what = f"{SIGNS[each['status']]} {stated(each, larger=larger)} ({each['column']})"
+        console.print(f"{what}: {each['detail']}", soft_wrap=True, markup=False)
+    for note in result["notes"]:
+        console.print(f"missing: {note}", style="dim", soft_wrap=True, markup=False)
+    console.print(Text(result["sentence"], "bold"), soft_wrap=True)

@@ -1,0 +1,122 @@
+"""What a table or figure of a paper says, and how it is made again: data only, one file per paper beside this one.
+
+Reproduction   a table or figure: its numbers, what the paper says of them, what is trained, counted or drawn
+Column         a column of a table: a task, scaled down and at the paper's size
+Method         a row: the paper's name of a method and our spec of it
+Claim          one statement of the paper: this is better than that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+SCALES = ("small", "paper")
+
+
+class Scale(NamedTuple):
+    """A recipe of the task, and what is changed of it."""
+
+    recipe: str
+    settings: tuple[str, ...] = ()
+
+
+SMALL, PAPER = Scale("small"), Scale("paper")
+
+
+@dataclass(frozen=True)
+class Column:
+    """What the numbers of a column are measured by. A column of something counted has no task."""
+
+    name: str
+    task: str = ""
+    small: Scale = SMALL
+    paper: Scale = PAPER
+    metric: str | None = None  # None = that of the task
+    factor: float = 1.0  # from our unit to the paper's: 100 for per cent
+    larger_is_better: bool | None = None  # None = as in the other columns
+
+    def scale(self, name: str) -> Scale:
+        return self.small if name == "small" else self.paper
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row. `small` and `paper` are settings of this method alone, such as its length; `full` is the spec at the size
+    of the paper, where it is another one.
+    """
+
+    name: str
+    spec: str
+    small: tuple[str, ...] = ()
+    paper: tuple[str, ...] = ()
+    full: str = ""
+
+    def spec_at(self, scale: str) -> str:
+        return self.full if scale == "paper" and self.full else self.spec
+
+    def settings(self, scale: str) -> tuple[str, ...]:
+        return self.small if scale == "small" else self.paper
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`better` is better than `worse` in the columns, all of them by default. Either may be a number in the unit of the
+    paper: "this reaches 99" is Claim("this", 99), "this does not" is Claim(99, "this").
+    """
+
+    better: str | float
+    worse: str | float
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A table or figure.
+
+    kind      trained: every cell is a training run; measured: a function counts or measures the cells; drawn: a
+              function draws the figure; same: the runs of another one; stated: there is nothing to run
+    numbers   of the paper, by method, in the order of the columns; None where it has none
+    spreads   their standard deviations, where the paper gives them
+    differs   how the scaled-down version differs from the paper
+    too_big   why there is no scaled-down version; `--recipe paper` still runs
+    """
+
+    key: str
+    place: str
+    title: str
+    kind: Literal["trained", "measured", "drawn", "same", "stated"] = "trained"
+    columns: tuple[Column, ...] = ()
+    methods: tuple[Method, ...] = ()
+    numbers: dict[str, Sequence[float | None]] = field(default_factory=dict)
+    spreads: dict[str, Sequence[float | None]] = field(default_factory=dict)
+    claims: tuple[Claim, ...] = ()
+    larger_is_better: bool = True
+    rates: tuple[str, ...] = ()  # learning rates of the scaled-down version, of which each method gets its best
+    function: str = ""  # "module:function" of what is measured or drawn
+    same_as: str = ""
+    differs: str = ""
+    too_big: str = ""
+
+    def number(self, method: str, column: str) -> float | None:
+        """The paper's number of a cell."""
+        return self._cell(self.numbers, method, column)
+
+    def spread(self, method: str, column: str) -> float | None:
+        return self._cell(self.spreads, method, column)
+
+    def _cell(self, table: dict[str, Sequence[float | None]], method: str, column: str) -> float | None:
+        place = [each.name for each in self.columns].index(column)
+        row = table.get(method, ())
+        return row[place] if place < len(row) else None
+
+    def larger(self, column: Column) -> bool:
+        return self.larger_is_better if column.larger_is_better is None else column.larger_is_better
+
+
+def lra(percent: float = 100.0, recipe: str = "paper") -> tuple[Column, ...]:
+    """The five tasks of the Long Range Arena, in the order of the papers."""
+    tasks = {"ListOps": "listops", "Text": "text", "Retrieval": "retrieval", "Image": "image"}
+    tasks["Pathfinder"] = "pathfinder"
+    return tuple(Column(name, task, paper=Scale(recipe), factor=percent) for name, task in tasks.items())

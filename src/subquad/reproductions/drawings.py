@@ -1,0 +1,132 @@
+"""The figures that show matrices, costs and trained models. Each function draws one file; those of trained models take
+the runs from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subquad.plots import COLOURS, KINDS, Panel, Sheet, cells, draw_sheet, rgb, save
+
+
+def matrices(path: Path, title: str, specs: Sequence[tuple[str, str]], n: int, *, causal: bool) -> None:
+    """Who attends to whom, a panel per (title, spec)."""
+    from subquad.attention.registry import for_length
+
+    panels = []
+    for name, spec in specs:
+        picture = for_length(spec, n, causal=causal, num_heads=1, head_dim=8).picture(n)
+        panels.append(Panel(cells(picture[0] if picture.dim() == 3 else picture), name, spec))
+    rows = [panels[first : first + 3] for first in range(0, len(panels), 3)]
+    save(draw_sheet(Sheet(rows, 320, title, f"n = {n}, {'causal' if causal else 'bidirectional'}", legend()), n), path)
+
+
+def legend() -> list[tuple[Any, str]]:
+    return [(rgb(COLOURS[kind])[None, None], KINDS[kind]) for kind in (1, 2)]
+
+
+def combiner_matrices(path: Path, plan: Any) -> None:
+    pairs = (("Fixed", "fixed:w=4,heads=union", "combiner-fixed:span=4"),
+             ("Logsparse", "logsparse:sets=suffix", "combiner-logsparse"),
+             ("Axial", "axial:cols=4", "combiner-axial:cols=4"))  # fmt: skip
+    specs = [*((x, spec) for x, spec, _ in pairs), *((f"Combiner-{x}", spec) for x, _, spec in pairs)]
+    matrices(path, "Combiner, figure 1", specs, 16, causal=True)
+
+
+def combiner_axial(path: Path, plan: Any) -> None:
+    specs = [(name, f"combiner-axial:plan={name},cols=4") for name in ("vertical", "horizontal")]
+    matrices(path, "Combiner, figure 2: a picture of 3 × 4", specs, 12, causal=True)
+
+
+def combiner_bidirectional(path: Path, plan: Any) -> None:
+    specs = [("Combiner-Logsparse", "combiner-logsparse"), ("Combiner-Learnable", "combiner-routing:clusters=4")]
+    matrices(path, "Combiner, figure 4", specs, 16, causal=False)
+
+
+def slice_costs(path: Path, plan: Any) -> None:
+    from subquad.studies.slice_cost import draw_slice_cost
+
+    draw_slice_cost(path)
+
+
+def sbm_placements(path: Path, plan: Any) -> None:
+    from subquad.studies.sbm_pictures import draw_placements
+
+    draw_placements(path)
+
+
+def sbm_patterns(path: Path, plan: Any) -> None:
+    """Figure 6: the three patterns of Lemma 2, n = 16 and k = 4."""
+    n, k = 16, 4
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    masks = (i * k // n == j * k // n, (i == j) | (j >= n - k), (i == j) | (i >= n - k))
+    panels = [Panel(cells(mask.expand(n, n).int()), f"pattern {number}") for number, mask in enumerate(masks, 1)]
+    save(draw_sheet(Sheet([panels], 320, "SBM-Transformer, figure 6", f"n = {n}, k = {k}", legend()[:1]), n), path)
+
+
+# ---- trained models -------------------------------------------------------------------------------------------
+
+
+def trained_runs(plan: Any) -> dict[str, Path]:
+    """The runs of SBM attention of sbm-table-1, by column."""
+    from dataclasses import replace
+
+    from subquad.reproductions.sbm import SBM, TABLE_1
+    from subquad.training import log
+
+    found = {}
+    for column, methods, comparison in replace(plan, reproduction=TABLE_1).comparisons():
+        for method in methods:
+            runs = [comparison.folder(method.spec_at(plan.scale), 0, rate) for rate in (*comparison.rates, None)]
+            finished = [run for run in runs if method.name == SBM and log.read_result(run) is not None]
+            if finished:
+                found[column.name] = finished[0]
+    if not found:
+        raise FileNotFoundError(
+            f"{plan.out} has no finished run of {SBM}: run `subquad reproduce sbm-table-1 --method {SBM}` first"
+        )
+    return found
+
+
+def test_batches(run: Path, plan: Any, count: int) -> tuple[Any, list[tuple]]:
+    """The model of a run, and so many test examples, each a batch of its own."""
+    from subquad.training.use import load
+
+    model, task = load(run, plan.data)
+    examples: Any = task.load().test
+    batches = [task.collate([examples[i]]) for i in range(min(count, len(examples)))]
+    keys = ("input_ids", "attention_mask", "pair_ids", "pair_mask") if task.head == "pair" else ("input_ids",)
+    return model.eval(), [tuple(batch.get(key) for key in keys) for batch in batches]
+
+
+def sbm_densities(path: Path, plan: Any) -> None:
+    from subquad.studies.sbm_pictures import densities, draw_densities
+
+    found = {name: densities(*test_batches(run, plan, 32)) for name, run in trained_runs(plan).items()}
+    draw_densities(found, path)
+
+
+def attended(path: Path, plan: Any, column: str) -> None:
+    from subquad.studies.sbm_pictures import draw_attended
+
+    runs = trained_runs(plan)
+    if column not in runs:
+        raise FileNotFoundError(
+            f"{plan.out} has no finished run of SBM-Transformer on {column}: run "
+            f"`subquad reproduce sbm-table-1 --method SBM-Transformer --column {column}` first"
+        )
+    model, batches = test_batches(runs[column], plan, 1)
+    side = round(batches[0][0].shape[1] ** 0.5)
+    draw_attended(model, batches[0], path, height=side)
+
+
+def sbm_attended_pathfinder(path: Path, plan: Any) -> None:
+    attended(path, plan, "Pathfinder")
+
+
+def sbm_attended_image(path: Path, plan: Any) -> None:
+    attended(path, plan, "Image")

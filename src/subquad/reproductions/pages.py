@@ -1,0 +1,176 @@
+"""The pages of docs/ that are made of results: the list of every table and figure, and the tables that were run.
+
+`subquad reproduce --pages docs` writes what lies between the two marks of docs/experiments.md again, from the
+declarations and docs/results/*.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from subquad.reproductions import PAPERS, REPRODUCTIONS
+from subquad.reproductions.declare import Reproduction
+
+BEGIN, END = "<!-- made by: subquad reproduce --pages docs -->", "<!-- end -->"
+PAGE, RESULTS = "experiments.md", "results"
+SIGNS = {"agrees": "✓", "contradicts": "✗", "open": "~", "missing": "–"}
+
+
+def write_pages(docs: Path) -> list[Path]:
+    """The part between the marks, and the figures of measured curves."""
+    page = docs / PAGE
+    text = page.read_text() if page.exists() else ""
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{page} has no part between {BEGIN} and {END} to write")
+    results = read_results(docs / RESULTS)
+    before, rest = text.split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    page.write_text(f"{before}{BEGIN}\n{body(results)}{END}{after}")
+    return [page, *(draw_curves(result, docs) for result in results.values() if has_curves(result))]
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """By key, in the order of the papers; those of the full size after the scaled-down ones."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text())
+        if result.get("key") in REPRODUCTIONS:
+            found[path.stem] = result
+    places = list(REPRODUCTIONS)
+    return dict(sorted(found.items(), key=lambda pair: (places.index(pair[1]["key"]), pair[1]["scale"] == "paper")))
+
+
+def body(results: dict[str, dict[str, Any]]) -> str:
+    parts = [f"\n### {paper}\n\n{listing(all_of, results)}" for paper, all_of in PAPERS.items()]
+    tables = [section(result) for result in results.values()]
+    return "".join(parts) + "\n## What was run\n\n" + "\n".join(tables) + "\n"
+
+
+def listing(all_of: tuple[Reproduction, ...], results: dict[str, dict[str, Any]]) -> str:
+    lines = ["| table, figure | what | command | here |", "|---|---|---|---|"]
+    for each in all_of:
+        place = each.place.split(", ", 1)[1]
+        lines.append(f"| {place} | {each.title} | {command(each)} | {standing(each, results)} |")
+    return "\n".join(lines) + "\n"
+
+
+def command(each: Reproduction) -> str:
+    return "–" if each.kind == "stated" else f"`subquad reproduce {each.same_as or each.key}`"
+
+
+def standing(each: Reproduction, results: dict[str, dict[str, Any]]) -> str:
+    """What is known of a table here, in a few words."""
+    if each.kind == "stated":
+        return each.differs
+    if each.kind == "same":
+        return f"see {REPRODUCTIONS[each.same_as].place.split(', ', 1)[1]}"
+    if each.kind == "drawn":
+        return each.differs or "drawn"
+    if each.too_big:
+        return f"not at this size: {each.too_big}; `--recipe paper`"
+    found = results.get(each.key)
+    return "not run yet" if found is None else found["sentence"]
+
+
+def section(result: dict[str, Any]) -> str:
+    """A result in full: our numbers (the paper's), the orders, the claims, the verdict."""
+    columns, names = result["columns"], list(result["methods"])
+    head = f"### {result['place']}: {result['title']}\n\n"
+    head += f"{made(result)}. Differs from the paper: {result['differs']}.\n\n"
+    lines = [f"| ours (the paper's) | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for name in names:
+        cells = [cell(result, name, column) for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return head + "\n".join(lines) + "\n\n" + "\n".join(remarks(result)) + "\n"
+
+
+def made(result: dict[str, Any]) -> str:
+    """How the numbers came about."""
+    if REPRODUCTIONS[result["key"]].kind == "measured":
+        return "Counted and measured"
+    size = "At the size of the paper" if result["scale"] == "paper" else "Scaled down"
+    return f"{size}, {result['seeds']} seed{'s' * (result['seeds'] > 1)}"
+
+
+def stated(claim: dict[str, Any], *, larger: bool) -> str:
+    """A claim in words: «A better than B», «A above 99»."""
+    better, worse = claim["better"], claim["worse"]
+    if isinstance(worse, str) and isinstance(better, str):
+        return f"{better} better than {worse}"
+    high = larger == isinstance(better, str)
+    who, limit = (better, worse) if isinstance(better, str) else (worse, better)
+    return f"{who} {'above' if high else 'below'} {limit:g}"
+
+
+def cell(result: dict[str, Any], name: str, column: str) -> str:
+    """`37.2 ± 0.4 (37.45)`; – where there is nothing."""
+    place = list(result["columns"]).index(column)
+    row = result["paper"].get(name, [])
+    theirs = row[place] if place < len(row) else None
+    ours = result["ours"].get(name, {}).get(column)
+    text = "not here" if ours is None and result["methods"][name]["missing"] else "–"
+    if ours is not None:
+        text = number(ours["mean"]) + ("" if ours["sd"] is None else f" ± {number(ours['sd'], ours['mean'])}")
+        text += " (plateau)" if None in ours.get("left_plateau", ()) else ""
+    return text if theirs is None else f"{text} ({number(theirs)})"
+
+
+def number(value: float, like: float | None = None) -> str:
+    size = abs(value if like is None else like)
+    return f"{value:.{4 if size < 0.1 else 3 if size < 10 else 2 if size < 1000 else 0}f}"
+
+
+def remarks(result: dict[str, Any]) -> list[str]:
+    lines = [f"**{result['sentence']}**"]
+    pairs = result["pairs"]
+    if sum(pairs.values()):
+        total = sum(pairs.values())
+        same, other = pairs.get("agrees", 0), pairs.get("contradicts", 0)
+        lines.append(
+            f"Of {total} pairs that the paper orders, {same} have the same order here, {other} the other one, "
+            f"{total - same - other} cannot be told apart."
+        )
+    failed = [each for each in result["claims"] if each["status"] == "contradicts"]
+    said = [f"{stated(x, larger=result['columns'][x['column']]['larger_is_better'])} ({x['column']})" for x in failed]
+    if said:
+        lines.append(f"What fails: {'; '.join(said)}.")
+    if result["rates"]:
+        lines.append(f"Learning rates tried for each method: {', '.join(result['rates'])}.")
+    lines += [f"Missing: {note}" for note in result["notes"]]
+    lines.append(f"`subquad reproduce {result['key']}`, version {result['versions']['subquad']}.")
+    return lines
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------
+
+
+def has_curves(result: dict[str, Any]) -> bool:
+    """Curves over the length or over the steps."""
+    return result["key"] in ("combiner-figure-3", "sbm-figure-4")
+
+
+def draw_curves(result: dict[str, Any], docs: Path) -> Path:
+    """Combiner's figure 3 (cost over the length) and SBM's figure 4 (score over the steps)."""
+    from matplotlib.figure import Figure
+
+    path = docs / "images" / f"{result['key']}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    over_length = result["key"] == "combiner-figure-3"
+    figure = Figure(figsize=(11, 4) if over_length else (7, 4), layout="constrained")
+    kinds = ("time", "memory") if over_length else ("accuracy",)
+    for axis, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        for name, row in result["ours"].items():
+            if over_length:
+                points = [(int(key.split(", ")[1]), x["mean"]) for key, x in row.items() if key.startswith(kind)]
+            else:
+                points = row[kind]["curve"]
+            axis.plot(*zip(*points, strict=True), marker=".", label=name)
+        title = {"time": "seconds of a forward pass", "memory": "MiB", "accuracy": "validation accuracy, %"}[kind]
+        axis.set(title=title, xlabel="length" if over_length else "step")
+        if over_length:
+            axis.set(xscale="log", yscale="log")
+    figure.axes[0].legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,249 @@
+"""Runs a reproduction: trains, measures or draws, and puts our numbers beside the paper's.
+
+Trainings are comparisons (`subquad.training.compare`): one process per run, kept and resumed. Their folders are named
+by task, recipe and settings, so that tables share the runs they have in common. What is finished is in the result at
+any time: a missing data set or an interruption costs nothing that was there before.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from subquad.attention.registry import check_name
+from subquad.core.files import write_atomically
+from subquad.reproductions import verdict
+from subquad.reproductions.declare import Column, Method, Reproduction
+from subquad.reproductions.measures import Ask
+from subquad.training import log
+from subquad.training.compare import Comparison, check_attentions, check_data, compare, prepare
+from subquad.training.rates import choose
+from subquad.training.run import versions
+
+Tell = Callable[[str], None]
+POINTS = 40  # of a curve that is kept
+
+
+@dataclass
+class Plan:
+    """How a reproduction is run."""
+
+    reproduction: Reproduction
+    out: Path
+    scale: str = "small"
+    seeds: int = 1
+    rates: tuple[str, ...] | None = None  # None = those of the reproduction, if it is scaled down
+    data: Path | None = None
+
+    @property
+    def bracket(self) -> tuple[str, ...]:
+        if self.rates is not None:
+            return self.rates
+        return self.reproduction.rates if self.scale == "small" else ()
+
+    def comparisons(self) -> Iterator[tuple[Column, list[Method], Comparison]]:
+        """What is trained: for each column the methods that share their settings."""
+        for column in self.reproduction.columns:
+            groups: dict[tuple[str, ...], list[Method]] = {}
+            for method in known_methods(self.reproduction):
+                groups.setdefault(method.settings(self.scale), []).append(method)
+            for own, methods in groups.items():
+                recipe, shared = column.scale(self.scale)
+                settings = (*shared, *own)
+                where = self.out / column.task / ",".join((recipe, *settings)).replace("/", "_")
+                specs = list(dict.fromkeys(method.spec_at(self.scale) for method in methods))
+                yield column, methods, Comparison(
+                    column.task, specs, where, recipe, settings, self.seeds, self.data, rates=self.bracket, timed=False
+                )  # fmt: skip
+
+
+def limited(reproduction: Reproduction, methods: Sequence[str], columns: Sequence[str]) -> Reproduction:
+    """The reproduction with these methods and columns only, all of them by default."""
+    for kind, asked, there in (("method", methods, reproduction.methods), ("column", columns, reproduction.columns)):
+        names = [each.name for each in there]
+        for name in asked:
+            if name not in names:
+                raise ValueError(f"{reproduction.key} has no {kind} {name!r}; it has {'; '.join(names) or 'none'}")
+    places = [i for i, each in enumerate(reproduction.columns) if not columns or each.name in columns]
+    return replace(
+        reproduction,
+        methods=tuple(each for each in reproduction.methods if not methods or each.name in methods),
+        columns=tuple(reproduction.columns[i] for i in places),
+        numbers={name: [row[i] for i in places] for name, row in reproduction.numbers.items()},
+        spreads={name: [row[i] for i in places] for name, row in reproduction.spreads.items()},
+    )
+
+
+def known_methods(reproduction: Reproduction) -> list[Method]:
+    """Those whose mechanism exists here."""
+    return [method for method in reproduction.methods if not absent(method)]
+
+
+def absent(method: Method) -> bool:
+    try:
+        check_name(method.spec)
+    except ValueError:
+        return True
+    return False
+
+
+def reproduce(plan: Plan, tell: Tell = lambda text: None) -> dict[str, Any]:
+    """Run what has not been run; what result.json holds."""
+    reproduction = plan.reproduction
+    if plan.scale == "small" and reproduction.too_big:
+        raise ValueError(
+            f"{reproduction.key} is not reproducible at this size: {reproduction.too_big}; "
+            "--recipe paper is the real one"
+        )
+    if reproduction.kind == "stated":
+        raise ValueError(f"{reproduction.key} has nothing to run: {reproduction.differs}")
+    if reproduction.kind == "drawn":
+        return drawn(plan)
+    if reproduction.kind == "measured":
+        ask = Ask(plan.out / "measured.json", tell)
+        return summary(plan, _function(reproduction)(reproduction, ask))
+    notes = train(plan, tell)
+    return summary(plan, collect(plan), notes)
+
+
+def _function(reproduction: Reproduction) -> Any:
+    module, _, name = reproduction.function.partition(":")
+    return getattr(import_module(module), name)
+
+
+def drawn(plan: Plan) -> dict[str, Any]:
+    """The picture lies beside the runs."""
+    path = plan.out / f"{plan.reproduction.key}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _function(plan.reproduction)(path, plan)
+    return {"key": plan.reproduction.key, "picture": str(path)}
+
+
+def train(plan: Plan, tell: Tell) -> list[str]:
+    """Every comparison in turn. A column without data is passed over; what was missing is returned in words."""
+    notes: list[str] = []
+    possible = []
+    for column, _, comparison in plan.comparisons():
+        check_attentions(comparison)
+        try:
+            check_data(comparison)
+        except (FileNotFoundError, ValueError) as error:  # not there, or not what it should be
+            notes.append(f"{column.name}: {error}")
+            continue
+        prepare(comparison, overwrite=False)
+        possible.append(comparison)
+    if not possible:
+        raise FileNotFoundError("; ".join(dict.fromkeys(notes)) or f"{plan.reproduction.key} has nothing to train")
+    for comparison in possible:
+        compare(comparison, tell)
+    return list(dict.fromkeys(notes))
+
+
+# ---- results ---------------------------------------------------------------------------------------------------
+
+
+def collect(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The cells of what is finished, in the paper's unit."""
+    cells: dict[str, dict[str, Any]] = {}
+    for column, methods, comparison in plan.comparisons():
+        known = _plateau(comparison)
+        for method in methods:
+            cell = _cell(comparison, method.spec_at(plan.scale), column, known)
+            if cell is not None:
+                cells.setdefault(method.name, {})[column.name] = cell
+    return cells
+
+
+def _plateau(comparison: Comparison) -> Any:
+    """The plateau as `check` found it when the comparison began."""
+    from subquad.training.plateau import Plateau
+
+    path = comparison.out / "comparison.json"
+    found = log.read_json(path).get("plateau") if path.exists() else None
+    return None if found is None else Plateau(**found)
+
+
+def _cell(comparison: Comparison, spec: str, column: Column, plateau: Any) -> dict[str, Any] | None:
+    from subquad.training.plateau import left_at
+
+    rate = choose(comparison.tried(spec))
+    if comparison.rates and rate is None:
+        return None
+    folders = [comparison.folder(spec, seed, rate) for seed in range(comparison.seeds)]
+    finished = [(folder, result) for folder in folders if (result := log.read_result(folder)) is not None]
+    scores = [found for _, result in finished if (found := score(result, column)) is not None]
+    if not scores:
+        return None
+    result, records = finished[0][1], log.read(finished[0][0])
+    about = {"metric": result["metric"], "larger_is_better": result["larger_is_better"]}
+    left = [left_at(log.read(folder), plateau=plateau, **about) for folder, _ in finished] if plateau else []
+    return {
+        "mean": statistics.mean(scores), "sd": statistics.stdev(scores) if len(scores) > 1 else None, "scores": scores,
+        "rate": rate, "left_plateau": left, "steps": result["steps"], "parameters": result["parameters"],
+        "step_seconds": round(result["step_seconds"], 4), "curve": curve(records, result["metric"], column.factor),
+        **({"density": result["density"]} if result["density"] else {}),
+    }  # fmt: skip
+
+
+def score(result: dict[str, Any], column: Column) -> float | None:
+    """A run's number in the unit of the paper."""
+    if column.metric == "density":
+        flat = [x for layer in result["density"] or () for x in layer]
+        return column.factor * statistics.mean(flat) if flat else None
+    found = result["test"].get(column.metric or result["metric"])
+    return None if found is None else column.factor * found
+
+
+def curve(records: list[dict[str, Any]], metric: str, factor: float) -> list[list[float]]:
+    """[step, validation score], thinned out."""
+    points = [[r["step"], round(factor * r["valid"][metric], 4)] for r in records if metric in r.get("valid", {})]
+    return points[:: max(1, -(-len(points) // POINTS))]
+
+
+def summary(plan: Plan, cells: dict[str, dict[str, Any]], notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Ours beside the paper's, the order of both, every claim, and the verdict. It holds no path of this machine."""
+    reproduction = plan.reproduction
+    judgements = verdict.judge(reproduction, cells)
+    word, sentence = verdict.verdict(judgements)
+    columns = {}
+    for column in reproduction.columns:
+        names, larger = [method.name for method in reproduction.methods], reproduction.larger(column)
+        recipe, settings = column.scale(plan.scale)
+        ours = {name: cells.get(name, {}).get(column.name, {}).get("mean") for name in names}
+        theirs = {name: reproduction.number(name, column.name) for name in names}
+        columns[column.name] = {
+            "task": column.task, "recipe": recipe, "settings": list(settings), "larger_is_better": larger,
+            "order": verdict.order(ours, larger=larger), "paper_order": verdict.order(theirs, larger=larger),
+        }  # fmt: skip
+    return {
+        "key": reproduction.key, "place": reproduction.place, "title": reproduction.title, "scale": plan.scale,
+        "seeds": plan.seeds, "rates": list(plan.bracket), "versions": versions(), "differs": reproduction.differs,
+        "columns": columns,
+        "methods": {method.name: _described(method, plan.scale) for method in reproduction.methods},
+        "ours": cells,
+        "paper": {name: list(row) for name, row in reproduction.numbers.items()},
+        "paper_spreads": {name: list(row) for name, row in reproduction.spreads.items()},
+        "claims": [
+            {**asdict(each.claim), "column": each.column, "status": each.status, "detail": each.detail}
+            for each in judgements
+        ],
+        "pairs": dict(verdict.pairs(reproduction, cells)),
+        "verdict": word, "sentence": sentence, "notes": list(notes),
+    }  # fmt: skip
+
+
+def _described(method: Method, scale: str) -> dict[str, Any]:
+    return {"spec": method.spec_at(scale), "settings": list(method.settings(scale)), "missing": absent(method)}
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> Path:
+    """KEY.json, or KEY-paper.json of the full size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result['key']}{'-paper' * (result['scale'] == 'paper')}.json"
+    write_atomically(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    return path

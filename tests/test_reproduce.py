@@ -1,0 +1,310 @@
+"""Reproductions: what is declared of the papers is consistent, runs in miniature, and is judged rightly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from subquad.cli import app
+from subquad.core.options import split_spec
+from subquad.reproductions import REPRODUCTIONS, find, measures, pages, runner, verdict
+from subquad.reproductions.declare import Claim, Column, Method, Reproduction
+from subquad.reproductions.runner import Plan, absent, limited
+from subquad.tasks import task as make_task
+from subquad.training import compare as comparing
+from subquad.training.run import Run, check_specs, train
+from training_runs import one_thread
+
+__all__ = ["one_thread"]  # a fixture of every test here
+
+ALL = list(REPRODUCTIONS.values())
+TRAINED = [each for each in ALL if each.kind == "trained"]
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+# ---- what is declared -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("each", ALL, ids=lambda each: each.key)
+def test_declarations_are_consistent(each):
+    names, columns = [method.name for method in each.methods], [column.name for column in each.columns]
+    assert len(set(names)) == len(names) and len(set(columns)) == len(columns)
+    assert set(each.numbers) <= set(names) and set(each.spreads) <= set(each.numbers)
+    assert all(len(row) == len(columns) for row in (*each.numbers.values(), *each.spreads.values()))
+    for claim in each.claims:
+        assert all(not isinstance(side, str) or side in names for side in (claim.better, claim.worse)), claim
+        assert set(claim.columns) <= set(columns), claim
+    assert each.kind != "same" or each.same_as in REPRODUCTIONS
+    assert (each.kind in ("measured", "drawn")) == bool(each.function)
+    assert each.kind not in ("trained", "measured") or (each.differs or each.too_big), "it says how it differs"
+
+
+@pytest.mark.parametrize("each", [each for each in ALL if each.numbers], ids=lambda each: each.key)
+def test_the_paper_agrees_with_its_own_claims(each):
+    cells = {
+        name: {column.name: measures.counted(x) for column, x in zip(each.columns, row, strict=True) if x is not None}
+        for name, row in each.numbers.items()
+    }
+    found = verdict.judge(each, cells)
+    assert found and {judgement.status for judgement in found} <= {"agrees", "missing"}, found
+    assert "contradicts" not in verdict.pairs(each, cells)
+
+
+@cache
+def possible(task: str, recipe: str, settings: tuple[str, ...], spec: str) -> bool:
+    check_specs(make_task(task, recipe, settings), spec.split("|"))
+    return True
+
+
+@pytest.mark.parametrize("each", TRAINED, ids=lambda each: each.key)
+def test_every_method_can_do_its_task(each):
+    for scale in ("small", "paper"):
+        for column, methods, comparison in Plan(each, Path("nowhere"), scale).comparisons():
+            for method in methods:
+                spec = method.spec_at(scale)
+                if scale == "small" or split_spec(spec)[0] not in ("random", "bigbird"):  # whose sets are drawn
+                    assert possible(column.task, comparison.recipe, comparison.settings, spec)
+
+
+# ---- miniatures -----------------------------------------------------------------------------------------------------
+
+TINY = (
+    "width=8",
+    "heads=2",
+    "layers=1",
+    "feedforward=8",
+    "steps=2",
+    "evaluate=2",
+    "batch=2",
+    "warmup=0",
+    "eval_size=4",
+)
+SHAPES = {
+    "listops": ("length=64", "max_length=60", "min_length=4", "train_size=8"),
+    "copying": ("length=16", "train_size=8"),
+    "copying-causal": ("length=16", "train_size=8"),
+    "repeated-tokens": ("length=16",),
+    "lm-words": ("source=file", "length=32", "stride=16"),
+    "lm-books": ("source=folder", "length=32", "stride=16", "subwords=300"),
+    "mlm": ("length=32", "subwords=300"),
+    "image-density": ("valid=2", "train_size=4", "eval_size=2"),
+    "translation": ("source=files", "length=24", "subwords=310", "beams=1"),
+    "glue-sst2": ("length=16", "subwords=300"), "glue-cola": ("length=16", "subwords=300"),
+    "glue-mnli": ("length=16", "subwords=300"), "xnli": ("length=16", "subwords=300", "source=dev"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny_data(tmp_path_factory) -> Path:
+    """A few examples of every data set, in its own format."""
+    data, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    known = ("a", "red", "fox", "ran", "over", "the", "hill", "and", "old", "dog", "saw", "it", "go")
+    words = " ".join(rng.choice(known, 400))
+    files = {"words.txt": words, "books/one.txt": words, **{f"books/{k}.txt": words for k in range(12)}}
+    for part in ("train", "valid", "test"):
+        for language in ("en", "cs", "de"):
+            files[f"{part}.{language}"] = "a red fox ran\nthe old dog saw it\nit ran over the hill\n" * 4
+    rows = "\n".join(f"a red fox ran\t{k % 2}" for k in range(20))
+    nli = [f"a fox ran\tit ran\t{('entailment', 'neutral', 'contradiction')[k % 3]}" for k in range(20)]
+    mnli = "\n".join(["sentence1\tsentence2\tgold_label", *nli])
+    for part in ("train", "dev"):
+        files[f"glue/SST-2/{part}.tsv"] = "sentence\tlabel\n" + rows
+        files[f"glue/CoLA/{part}.tsv"] = "\n".join(f"x\t{k % 2}\t\ta red fox ran" for k in range(20))
+        files[f"glue/MNLI/{part}{'_matched' * (part == 'dev')}.tsv"] = mnli
+    files["xnli/dev-en.tsv"] = "\n".join(nli)
+    for name, text in files.items():
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_text(text)
+    (data / "cifar10").mkdir()
+    for name in ("data_batch_1.bin", "test_batch.bin"):
+        record = np.concatenate([np.zeros((6, 1), np.uint8), rng.integers(0, 256, (6, 3072), dtype=np.uint8)], 1)
+        (data / "cifar10" / name).write_bytes(record.tobytes())
+    return data
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """One folder for all, so that tables share what they have in common."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def miniature(each: Reproduction, data: Path) -> Reproduction:
+    """Its first column that is cheap, the two methods of its first claim, the smallest sizes."""
+    column = next(column for column in each.columns if column.task in SHAPES)
+    about = {f"path={data / 'words.txt'}": ("lm-words", "mlm"), f"path={data / 'books'}": ("lm-books",)}
+    paths = tuple(path for path, tasks in about.items() if column.task in tasks)
+    kept = tuple(
+        x for x in column.small.settings if x.split("=")[0] in ("layers", "origin", "target", "positions", "density")
+    )
+    shape = (*TINY, *(x for x in kept if column.task != "image-density"), *SHAPES[column.task], *paths)
+    small = column.small._replace(settings=shape)
+    claim = next(
+        (claim for claim in each.claims if isinstance(claim.worse, str) and isinstance(claim.better, str)), None
+    )
+    names = [claim.better, claim.worse] if claim else [method.name for method in each.methods[:2]]
+    chosen = limited(each, names, [column.name])
+    methods = tuple(replace(x, small=tuple(s for s in x.small if "length" not in s)) for x in chosen.methods)
+    claims = tuple(
+        replace(claim, columns=()) for claim in each.claims
+        if {claim.better, claim.worse} <= set(names) and (not claim.columns or column.name in claim.columns)
+    )  # fmt: skip
+    return replace(chosen, columns=(replace(column, small=small),), methods=methods, claims=claims, rates=())
+
+
+def in_process(comparison, attention, seed, rate=None):
+    """A run in this process: a fresh one takes seconds to start."""
+    made = make_task(comparison.task, comparison.recipe, comparison.settings, comparison.data, seed=seed)
+    folder = comparison.folder(attention, seed, rate)
+    train(Run(made, [attention], folder, comparison.recipe, seed, ["x"]))
+    return 0
+
+
+@pytest.mark.parametrize("each", [each for each in TRAINED if not each.too_big], ids=lambda each: each.key)
+def test_a_miniature_of_every_table(each, tiny_data, runs, monkeypatch, tmp_path):
+    monkeypatch.setenv("SUBQUAD_CACHE", str(runs / "cache"))
+    monkeypatch.setattr(comparing, "run_one", in_process)
+    small = miniature(each, tiny_data)
+    result = runner.reproduce(Plan(small, runs, data=tiny_data))
+    ours = {method.name for method in small.methods if not absent(method)}
+    assert set(result["ours"]) == ours and len(result["claims"]) == len(small.claims)
+    path = runner.write_result(tmp_path, result)
+    assert json.loads(path.read_text())["sentence"] == result["sentence"]
+    assert str(runs) not in path.read_text() and str(tiny_data) not in json.dumps(result["ours"])
+    monkeypatch.setattr(comparing, "run_one", lambda *given: pytest.fail("everything was finished"))
+    assert runner.reproduce(Plan(small, runs, data=tiny_data))["ours"] == result["ours"], "resumed"
+
+
+@pytest.mark.parametrize(
+    "each", [each for each in ALL if each.kind == "measured"], ids=lambda each: each.key
+)  # fmt: skip
+def test_what_is_counted(each, tmp_path, monkeypatch):
+    """With a mechanism whose operations are known, instead of fresh processes."""
+    asked = []
+
+    def known(request, spec, n):
+        asked.append(spec)
+        return {"flops": 10 * n, "bytes": 100 * n, "seconds": 1e-6 * n}
+
+    monkeypatch.setattr(measures, "_measured", known)
+    result = runner.reproduce(Plan(each, tmp_path))
+    assert {name for name, row in result["ours"].items() if row} == {x.name for x in each.methods if not absent(x)}
+    once = len(asked)
+    runner.reproduce(Plan(each, tmp_path))
+    assert len(asked) == once, "what has been measured is not measured again"
+
+
+def test_operations_of_sbm_are_counted():
+    one = measures.answer("sbm:clusters=8", 128, heads=1, head_dim=4, density=0.1)
+    n, d, k, edges = 128, 4, 8, 0.1 * 128**2
+    formula = 8 * n * d * d + 4 * n * k * d + 2 * k * k * d + 2 * n * k * k + 4 * edges * d
+    assert one["flops"] == pytest.approx(formula, rel=0.1)
+    full = measures.answer(measures.WRITTEN_OUT, 128, heads=1, head_dim=4)
+    assert full["flops"] == 4 * n * n * d
+
+
+@pytest.mark.parametrize("key", [x.key for x in ALL if x.kind == "drawn" and "sbm-table-1" not in x.differs])
+def test_figures_are_drawn(key, tmp_path):
+    result = runner.reproduce(Plan(find(key), tmp_path))
+    assert Path(result["picture"]).read_bytes()[:4] == b"\x89PNG"
+
+
+# ---- the verdict ----------------------------------------------------------------------------------------------------
+
+TABLE = Reproduction(
+    "made-up", "nobody, table 1", "made up", columns=(Column("score"),),
+    methods=(Method("new", "full"), Method("old", "full")), numbers={"new": (2.0,), "old": (1.0,)},
+    claims=(Claim("new", "old"),), differs="everything",
+)  # fmt: skip
+
+
+def made_up(new: list[float], old: list[float], **about) -> dict:
+    cell = lambda scores: {  # noqa: E731
+        "mean": float(np.mean(scores)), "sd": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
+        "scores": scores, **about,
+    }  # fmt: skip
+    return {"new": {"score": cell(new)}, "old": {"score": cell(old)}}
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "larger", "word"),
+    [
+        ([5, 5.2, 5.1], [4, 4.1, 4.2], True, "agrees"),
+        ([5, 5.2, 5.1], [4, 4.1, 4.2], False, "contradicts"),
+        ([4, 4.1, 4.2], [5, 5.2, 5.1], True, "contradicts"),
+        ([4, 4.1, 4.2], [5, 5.2, 5.1], False, "agrees"),
+        ([4, 6, 5], [3.9, 5.9, 4.7], True, "open"),  # the difference is within the spread
+        ([5], [4], True, "agrees"),
+        ([4], [4], True, "open"),
+        ([float("nan")], [4], True, "missing"),
+    ],
+)
+def test_the_verdict_goes_both_ways(new, old, larger, word):
+    table = replace(TABLE, larger_is_better=larger)
+    found = verdict.judge(table, made_up(new, old))
+    assert [each.status for each in found] == [word] == [verdict.verdict(found)[0]]
+    assert ("One seed" in verdict.verdict(found)[1]) == (len(new) == 1 and word not in ("open", "missing"))
+    pair = verdict.pairs(replace(table, numbers={"new": (1.0 + larger,), "old": (2.0 - larger,)}), made_up(new, old))
+    assert dict(pair) == ({} if word == "missing" else {word: 1})
+
+
+def test_what_is_on_the_plateau_or_missing_decides_nothing():
+    stuck = verdict.judge(TABLE, made_up([5, 5], [4, 4], left_plateau=[100, None]))
+    assert stuck[0].status == "open" and "plateau" in stuck[0].detail and not verdict.pairs(TABLE, {})
+    assert verdict.verdict(verdict.judge(TABLE, {}))[0] == "missing"
+    both = replace(TABLE, claims=(Claim("new", 4.5), Claim(4.5, "new")))
+    assert [each.status for each in verdict.judge(both, made_up([5], [4]))] == ["agrees", "contradicts"]
+    assert "Contradicts the paper in 1 of 2 claims" in verdict.verdict(verdict.judge(both, made_up([5], [4])))[1]
+    assert verdict.order({"a": 1.0, "b": None, "c": 3.0}, larger=True) == ["c", "a"]
+
+
+def test_claims_in_words():
+    words = lambda claim, larger: pages.stated({"better": claim.better, "worse": claim.worse}, larger=larger)  # noqa: E731
+    assert words(Claim("new", "old"), True) == "new better than old"
+    assert words(Claim("new", 99), True) == "new above 99" and words(Claim(99, "new"), True) == "new below 99"
+    assert words(Claim("new", 1.1), False) == "new below 1.1" and words(Claim(1.1, "new"), False) == "new above 1.1"
+
+
+# ---- the command and the pages ---------------------------------------------------------------------------------------
+
+
+def test_the_command_lists_everything():
+    result = CliRunner().invoke(app, ["reproduce"])
+    assert result.exit_code == 0 and all(key in result.stdout for key in REPRODUCTIONS)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("combiner-tabel-1", "unknown table or figure 'combiner-tabel-1'; did you mean combiner-table-1"),
+        ("combiner-table-4", "not reproducible at this size: it is about the absolute number"),
+        ("sbm-table-7", "has nothing to run: they are the recipes"),
+        ("sbm-figure-4 --recipe tiny", "--recipe must be one of small, paper, not 'tiny'"),
+        ("sbm-figure-4 --method Mamba", "sbm-figure-4 has no method 'Mamba'; it has Full-attention"),
+        ("sbm-figure-4 --column speed", "sbm-figure-4 has no column 'speed'; it has accuracy"),
+        ("sbm-figure-4 --rates fast", "comma-separated positive numbers"),
+        ("sbm-figure-5", "has no finished run of SBM-Transformer: run `subquad reproduce sbm-table-1"),
+        ("combiner-table-1 --column CIFAR-10 --data nowhere", "not found in nowhere/cifar10"),
+        ("--pages nowhere", "nowhere/experiments.md has no part between"),
+    ],
+)
+def test_bad_input_is_one_clear_line(line, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["reproduce", *line.split()])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and message in result.stderr
+
+
+def test_the_pages_are_those_of_the_results(tmp_path):
+    for path in (DOCS / pages.PAGE, *(DOCS / pages.RESULTS).glob("*.json")):
+        where = tmp_path / path.relative_to(DOCS)
+        where.parent.mkdir(exist_ok=True)
+        where.write_bytes(path.read_bytes())
+    pages.write_pages(tmp_path)
+    made = (tmp_path / pages.PAGE).read_text()
+    assert made == (DOCS / pages.PAGE).read_text(), "run subquad reproduce --pages docs"
+    assert all(f"`subquad reproduce {each.key}`" in made for each in ALL if each.kind not in ("same", "stated"))
