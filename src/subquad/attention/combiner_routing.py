@@ -47,7 +47,7 @@ class CombinerRouting(Routing):
 
     def __init__(self, options: CombinerRouting.Options) -> None:
         super().__init__(options)
-        self.abstraction = Abstraction(options.abstraction, options.head_dim)
+        self.abstraction = Abstraction(options.abstraction, options.head_dim, options.num_heads)
 
     def combine(self, q: Tensor, k: Tensor, v: Tensor, clusters: Clusters, call: Call) -> Tensor:
         is_max, causal, scale = self.abstraction.pool == "max", self.options.causal, self.options.softmax_scale
