@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from subquad.attention.base import draw_seed
 from subquad.attention.registry import attention as make_attention
+from subquad.attention.states import State
 
 QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
 
@@ -177,6 +178,22 @@ class MultiheadAttention(nn.Module):
             out = out.squeeze(0 if self.batch_first else 1)
             weights = None if weights is None else weights[0]
         return out, weights
+
+    def start(self, batch_size: int, **about: Any) -> State:
+        """An empty state for streaming, as `Attention.start`: device, dtype, seed, rollback."""
+        like = {"device": self.out_proj.weight.device, "dtype": self.out_proj.weight.dtype}
+        return self.attention.start(batch_size, **like | {k: v for k, v in about.items() if v is not None})
+
+    def extend(self, x: Tensor, state: State, *, key_mask: Tensor | None = None) -> tuple[Tensor, State]:
+        """Causal self-attention of t ≥ 1 new tokens per row, (B, t, E) → (B, t, E), and the state that has them.
+
+        `key_mask` bool (B, t), True = a real token, is that of the new tokens; see `Attention.extend`.
+        """
+        self._check_tokens(x, x, x)
+        if x.dim() != 3:
+            raise ValueError(f"x must have 3 dimensions (B, t, E), not {tuple(x.shape)}")
+        mixed, state = self.attention.extend_tokens(x, Projections(self), state, key_mask)  # (B, t, H·d)
+        return self.out_proj(mixed), state
 
     def _weights(self, tokens, project, key_mask, extra, average: bool) -> Tensor:
         if tokens[1].shape[1] > QUADRATIC and self.attention.name != "full":

@@ -8,6 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from subquad.attention.states import entrance
+from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.replay import Replay
+from subquad.attention.states.state import ROLLBACK, Memory, State
 from subquad.core.options import Options as BaseOptions
 
 
@@ -19,7 +23,7 @@ class Capabilities:
     bidirectional: bool = True
     cross: bool = False  # queries and keys of different length
     padding: bool = True  # key_mask
-    streaming: bool = False  # token-by-token decoding with a cache
+    streaming: bool = True  # the causal form goes on token by token: `start` and `extend`
     stochastic: bool = False  # random also in evaluation
     needs_max_length: bool = False
     level: str = "head"  # "head": works on q, k, v; "layer": works on tokens and the layer's projections
@@ -57,6 +61,8 @@ class Attention(nn.Module):
         y = a(q, k, v, key_mask=None)                   q (B, H, n, d), k and v (B, H or H/g, m, d) → (B, H, n, d)
         y, record = a.observe(q, k, v, key_mask=None)   and what the call has to tell, a `Record`
         w = a.weights(q, k, key_mask=None)              (B, H, n, m): the effective weights, from the definition
+        state = a.start(batch_size)                     streaming, causal only: an empty state
+        y, state = a.extend(q, k, v, state)             t ≥ 1 new tokens: any split gives what one call gives
 
     `key_mask` is bool (B, m), True = a real token. A query with nothing to attend to gives 0. A row gives what it gives
     alone: leading and trailing padding do not exist for a mechanism, which sees each row from its first real token on.
@@ -138,6 +144,17 @@ class Attention(nn.Module):
         """Move running averages by the statistics of a training step (summed over its micro-batches and processes)."""
         raise TypeError(f"{self.name} keeps no running averages: there is nothing to update")
 
+    def make_memory(self, margin: int) -> Memory:
+        """What streaming keeps of the tokens so far, and `margin` tokens more, so that these can be taken back. The
+        fallback keeps all.
+        """
+        return Replay()
+
+    @property
+    def open_size(self) -> str | None:
+        """The option that is left open and follows the length of a call: streaming cannot have that."""
+        return None
+
     # ---- what people call ----
 
     def forward(
@@ -169,6 +186,64 @@ class Attention(nn.Module):
         self._validate(q, k, v, key_mask)
         v = v if key_mask is None else v.masked_fill(~key_mask[:, None, :, None], 0)
         return self.differentiable_weights(q, k, key_mask, seed).to(v.dtype) @ repeat_heads(v, q.shape[1])
+
+    # ---- streaming ----
+
+    def start(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: Tensor | int | None = None,
+        rollback: int = ROLLBACK,
+    ) -> State:
+        """An empty state for `batch_size` rows; device and dtype are those of the parameters unless given.
+
+        `seed` is that of the whole sequence, drawn where it is needed and not given. `rollback`: `state.crop` can take
+        back at least that many tokens.
+        """
+        random = self.capabilities.stochastic or self.options.dropout > 0
+        seed = draw_seed() if seed is None and random else _checked_seed(seed)
+        return entrance.start(self, batch_size, device, dtype, seed, rollback)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """The output of t ≥ 1 new slots per row, (B, H, t, d), and the state that has them.
+
+        `key_mask` bool (B, t) is that of the new slots. Leading padding of a row does not exist; padding inside or
+        behind has a position and is no key. Any split of a sequence gives what one call with seed=state.seed gives at
+        its real tokens. The state that is handed in must not be used again: see `State`.
+        """
+        self._validate(q, k, v, key_mask)
+        entrance.check_state(self, state, q)
+        entrance.check_heads(state, k)
+        return entrance.extend(self, q, k, v, state, key_mask)
+
+    def extend_tokens(
+        self, query: Tensor, project: Any, state: State, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Inside a layer: new tokens (B, t, E) and its projections → heads side by side (B, t, H·d), and the state.
+
+        Projections that depend on positions are those of the new tokens: `state.length` has where they begin.
+        """
+        q, k, v = project.together(query, query, query)  # (B, H, t, d)
+        out, state = self.extend(q, k, v, state, key_mask=key_mask)
+        return out.transpose(1, 2).flatten(2), state
+
+    def attend_aligned(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, lengths: Tensor, seed: Tensor | None
+    ) -> Tensor:
+        """`attend` for rows that begin at slot 0 and have `lengths` positions, real (B, n) of them."""
+        if not self.grouped:
+            k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+        rows = Rows(real, None if real is None else lengths, None, None)
+        return self.attend(q, k, v, self._call(rows, seed, q.shape[2]))
+
+    def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, factors: Tensor | None = None) -> Tensor:
+        """New queries to the keys that streaming keeps, (B, H, m, d), as far as they are seen, (B, H or 1, t, m)."""
+        return attend_kept(q, k, v, seen, self.options.softmax_scale, factors)
 
     # ---- inside a layer ----
 

@@ -31,6 +31,8 @@ from torch import Tensor
 from subquad.abstraction import Abstraction
 from subquad.attention.base import Attention, Call
 from subquad.attention.combiner_definition import Terms
+from subquad.attention.states.state import Memory
+from subquad.attention.states.summaries import Summaries
 from subquad.attention.summaries import Tokens, summarise
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
@@ -113,6 +115,13 @@ class Combiner(Attention):
         scale = self.options.softmax_scale
         return merge_attention(tokens.q, keys, values, text, "main", n, scale=scale, **about).to(q.dtype)
 
+    def make_memory(self, margin: int) -> Memory:
+        kept = self.partition.kept(margin)
+        if kept is None:
+            return super().make_memory(margin)
+        skip = getattr(self.partition, "sinks", 0)
+        return Summaries(kept, self.partition.sees, self.options.num_heads, margin, skip)
+
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self.terms(q, k, call).weights()
 
@@ -132,6 +141,10 @@ class Combiner(Attention):
         """The three terms of section 3.1."""
         names = ("terms of all queries", "groups summarised", "members of these groups")
         return dict(zip(names, self.sized(n).cost(n), strict=True))
+
+    @property
+    def open_size(self) -> str | None:
+        return None if self._is_sized else self.free_size
 
     @property
     def _follows_length(self) -> bool:

@@ -106,6 +106,10 @@ class CombinerMixture(Attention):
     def partitions(self) -> tuple[Partition, ...]:
         return tuple(component.partition for component in self.parts())
 
+    @property
+    def open_size(self) -> str | None:
+        return next((size for component in self.parts() if (size := component.open_size)), None)
+
     # ---- the fast path ----
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -36,6 +36,9 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention, Call, Capabilities, Record, Rows
 from subquad.attention.composite_slice_definition import Definition
 from subquad.attention.slicing import add_by_slice, slices
+from subquad.attention.states import entrance
+from subquad.attention.states.replay import appended
+from subquad.attention.states.state import read
 from subquad.core.hashing import dropout_factors
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
@@ -218,6 +221,23 @@ class CompositeSlice(Attention):
         out = _Composer(self, self._call(rows, seed, query.shape[1])).compose(tokens, project, rows.key_mask, 0)
         out = out if rows.key_mask is None else _clean(out, rows.key_mask)
         return rows.restore(out[:, None])[:, 0], Record()
+
+    def extend(self, q, k, v, state, *, key_mask=None):
+        return self.attend(q, k, v, None)  # raises, and says who can
+
+    def extend_tokens(self, query, project, state, key_mask=None):
+        self._check(query, query, query, key_mask)
+        entrance.check_state(self, state, query)
+        x = query[:, None]  # (B, 1, t, E)
+        chunk, shift = entrance.arranged(state, (x, x, x), key_mask)
+        entrance.check_length(self, state, chunk)
+        n = int((state.length + chunk.added).max())
+        buffers = appended(state.buffers, {"x": chunk.k}, chunk, n)
+        whole, place = buffers["x"][:, 0, :n], torch.arange(n, device=query.device)
+        real = buffers["real"][:, :n] & (place < (state.length + chunk.added)[:, None])  # (B, n)
+        out, _ = self.attend_tokens(whole, whole, whole, project, None if bool(real.all()) else real, state.seed)
+        out = entrance.moved_back(read(out[:, None], chunk.position.clamp(max=n - 1)), shift)
+        return out[:, 0], entrance.extended(state, chunk, buffers)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
         if not self.options.interpolate:

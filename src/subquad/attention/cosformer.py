@@ -37,10 +37,18 @@ class Cosformer(KernelAttention):
         super().__init__(options)
         refuse_scale(self.name, options)
 
+    @property
+    def open_size(self) -> str | None:
+        return "max_length" if self.options.max_length is None else None
+
     def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
         angle = self._angles(q, call)  # (1 or B, 1, n, 1)
         real = 1 if call.key_mask is None else call.key_mask[:, None, :, None]
         return Features(_turned(q, angle), _turned(k, angle) * real)
+
+    def features_from(self, q, k, real, position, before):
+        angle = math.pi / 2 * position[:, None, :, None].to(q.dtype) / self.options.max_length  # (B, 1, t, 1)
+        return Features(_turned(q, angle), _turned(k, angle) * (1 if real is None else real[:, None, :, None]))
 
     def _angles(self, q: Tensor, call: Call) -> Tensor:
         """π/2 · i/M; what lies behind the end of a row has the angle of its end."""

@@ -28,7 +28,7 @@ from subquad.kernels.fourier import fourier_mix
 class FNet(OutputAttention):
     __doc__ = __doc__
 
-    capabilities = Capabilities(causal=False, weights=False)
+    capabilities = Capabilities(causal=False, streaming=False, weights=False)
     family = "fixed mixing"
     paper = "Lee-Thorp et al. 2022"
     cost = "n·log n"

@@ -17,9 +17,13 @@ from torch import Tensor
 
 import subquad.kernels.flash  # noqa: F401  (teaches the FLOP counter torch's own kernel)
 from subquad.attention.base import Attention, Call, Capabilities, Record, repeat_heads
+from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.keys import Keys
+from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors, ranks
 from subquad.core.options import Options, option
 from subquad.probability import ProbabilityMap, probability_map
+from subquad.supports.kept import EVERYTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,13 @@ class Full(Attention):
     def define(self, q: Tensor, k: Tensor, call: Call, seen: Tensor | None = None) -> Tensor:
         return masked_map(self.map, q, k, self._seen(q, k, seen), call.key_mask, self.options.softmax_scale)
 
+    def make_memory(self, margin: int) -> Memory:
+        return Keys(EVERYTHING, [_past], [0] * self.options.num_heads, margin)
+
+    def attend_kept(self, q, k, v, seen, factors=None):
+        rho = None if self.options.map == "softmax" else self.map
+        return attend_kept(q, k, v, seen, self.options.softmax_scale, factors, rho)
+
     def _seen(self, q: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
         full = torch.ones(q.shape[2] if self.options.causal else 1, k.shape[2], dtype=torch.bool, device=q.device)
         full = full.tril() if self.options.causal else full  # (n or 1, m)
@@ -86,6 +97,10 @@ class Full(Attention):
         q, k = project.queries(query), project.keys(key)
         rows, q, k, _ = self._begin(q, k, k, key_mask)
         return self.define(q, repeat_heads(k, q.shape[1]), self._call(rows, seed, q.shape[2]), seen)
+
+
+def _past(source: int, i: Tensor, j: Tensor) -> Tensor:
+    return j <= i
 
 
 def sdpa(q, k, v, mask: Tensor | None, *, causal: bool, scale: float, call: Call) -> Tensor:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from subquad.attention.base import Attention, Call, Capabilities
 from subquad.attention.full import drop_keys
+from subquad.attention.states.state import Memory
+from subquad.attention.states.sums import Sums
 from subquad.kernels.linear import kernel_sums
 from subquad.kernels.linear.reference import kernel_weights, normalised
 
@@ -51,6 +53,17 @@ class KernelAttention(Attention):
     def _features(self, q: Tensor, k: Tensor, call: Call) -> Features:
         work = torch.promote_types(q.dtype, torch.float32)
         return self.features(q.to(work), k.to(work), call)
+
+    def make_memory(self, margin: int) -> Memory:
+        return Sums(margin)
+
+    def features_from(
+        self, q: Tensor, k: Tensor, real: Tensor | None, position: Tensor, before: Tensor | None
+    ) -> Features:
+        """The features of new tokens at their positions (B, t), real (B, t) or all; `before` (B, H, 1, 1) is s of the
+        last token so far, where keys have scales.
+        """
+        return self.features(q, k, Call(real))
 
     def connections(self, n: int) -> float:
         """Scores are never computed: n queries and n keys meet the features, once each."""

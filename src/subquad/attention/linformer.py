@@ -27,7 +27,7 @@ from subquad.core.options import option
 class Linformer(OutputAttention):
     __doc__ = __doc__
 
-    capabilities = Capabilities(causal=False, needs_max_length=True, weights=False)
+    capabilities = Capabilities(causal=False, streaming=False, needs_max_length=True, weights=False)
     family = "low rank"
     paper = "Wang et al. 2020"
     cost = "n·k"

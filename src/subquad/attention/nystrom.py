@@ -34,7 +34,7 @@ from subquad.core.options import option
 class Nystrom(OutputAttention):
     __doc__ = __doc__
 
-    capabilities = Capabilities(causal=False, weights=False)
+    capabilities = Capabilities(causal=False, streaming=False, weights=False)
     family = "low rank"
     paper = "Xiong et al. 2021"
     cost = "n·m"

@@ -18,17 +18,23 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Call
 from subquad.attention.full import MapOptions, masked_map
+from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.keys import Keys
+from subquad.attention.states.named import NamedKeys
+from subquad.attention.states.state import Memory
 from subquad.core.options import option
 from subquad.kernels.edges import edge_attention, edge_mapped_attention
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.tables import UNION, pattern_edges, pattern_mask
 from subquad.supports import drawn, patterns
+from subquad.supports.kept import EVERYTHING
 from subquad.supports.patterns import Pattern
 from subquad.supports.support import text_of
 
@@ -74,6 +80,10 @@ class PatternAttention(Attention):
     def data_dependent(self) -> bool:
         """Edge lists have a length of their own."""
         return not self._has_parts or self.options.map != "softmax"
+
+    @property
+    def open_size(self) -> str | None:
+        return None if self._is_sized else self.free_size
 
     @property
     def _follows_length(self) -> bool:
@@ -160,6 +170,22 @@ class PatternAttention(Attention):
         pieces = [rho(scores[:, g], allowed[:, g]) for rho, g in zip(self.maps, groups, strict=True)]
         return torch.cat(pieces, 1)
 
+    # ---- streaming ----
+
+    def make_memory(self, margin: int) -> Memory:
+        families = [None if f == UNION else f for f in self._families()]
+        used = list(dict.fromkeys(families))
+        kept = self.pattern.kept(used, margin)
+        sees = [_Sees(self.pattern, family) for family in used]
+        heads = [used.index(family) for family in families]
+        heads = heads * self.options.num_heads if len(heads) == 1 else heads
+        memory = NamedKeys if kept == EVERYTHING else Keys
+        return memory(kept, sees, heads, margin)
+
+    def attend_kept(self, q, k, v, seen, factors=None):
+        rho = None if self.options.map == "softmax" else self.map_of_heads
+        return attend_kept(q, k, v, seen, self.options.softmax_scale, factors, rho)
+
     # ---- the definition ----
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
@@ -174,6 +200,19 @@ class PatternAttention(Attention):
         """bool (1 or H, n, n)."""
         masks = {f: pattern.mask(n, None if f == UNION else f) for f in set(self._families())}
         return torch.stack([masks[f] for f in self._families()])
+
+
+class _Sees:
+    """The definition of a family, as streaming asks for it; a class, so that a state can be pickled."""
+
+    def __init__(self, pattern: Pattern, family: int | None) -> None:
+        self.pattern, self.family = pattern, family
+
+    def __call__(self, source: int, i: Tensor, j: Tensor) -> Tensor:
+        return self.pattern.sees(self.family, i, j)
+
+    def named(self, i: np.ndarray) -> np.ndarray:
+        return self.pattern.named(self.family, i)
 
 
 def _heads(x: Tensor, heads: range, total: int) -> Tensor:
@@ -381,6 +420,7 @@ class GivenSets:
     def __init__(self, sets: Any) -> None:
         self.sets, self.fixed = sets, None if callable(sets) else as_masks(sets)
         self.families = len(as_masks(sets(4)) if self.fixed is None else self.fixed)
+        self.length = None if self.fixed is None else self.fixed.shape[1]
 
     def __call__(self, n: int) -> Tensor:
         masks = as_masks(self.sets(n)) if self.fixed is None else self.fixed

@@ -70,11 +70,19 @@ class Performer(KernelAttention):
         return make(self.num_features, self.options.head_dim, draw).to(torch.get_default_dtype())
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
-        epsilon, real = self.options.epsilon, None if call.key_mask is None else call.key_mask[:, None, :, None]
+        return self._features_behind(q, k, call.key_mask, None)
+
+    def features_from(self, q, k, real, position, before):
+        return self._features_behind(q, k, real, before)
+
+    def _features_behind(self, q: Tensor, k: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Features:
+        """`before` (B, H, 1, 1): the largest exponent of the keys before these."""
+        epsilon, real = self.options.epsilon, None if key_mask is None else key_mask[:, None, :, None]
         own, other = self._exponents(q), self._exponents(k)  # (B, H, n, r), (B, H, m, r)
         a = (own - own.detach().amax(-1, keepdim=True)).exp() + epsilon
         other = other if real is None else other.masked_fill(~real, -torch.inf)
         top = other.detach().amax(-1).clamp(min=LOWEST)  # (B, H, m)
+        top = top if before is None else top.maximum(before[..., 0])
         top = top.cummax(-1).values if self.options.causal else top.amax(-1, keepdim=True)
         b = (other - top[..., None]).exp() + (epsilon if real is None else epsilon * real)
         return Features(a, b, top if self.options.causal else None)

@@ -95,6 +95,20 @@ class BigBird(Pattern):
     def drawn(self, n):
         return tuple(block for blocks in _drawn(self, n) for block in blocks)
 
+    def named(self, family, i):
+        """Whole blocks, the later tokens of the own one taken out."""
+        size, side, g, n = self.block, self.window_blocks // 2, self.global_blocks, int(i.max()) + 1
+        drawn = _drawn(self, 1 << n.bit_length())
+        block = i // size
+        lists = np.full((int(block.max()) + 1, g + side + 1 + self.random_blocks), -1)
+        for a in np.unique(block):
+            seen = (
+                sorted({*range(min(g, a + 1)), *range(max(0, a - side), a + 1), *drawn[a]}) if a >= g else range(a + 1)
+            )
+            lists[a, : len(seen)] = list(seen)
+        keys = (lists[block][..., None] * size + np.arange(size)).reshape(*i.shape, -1)
+        return np.where(keys <= i[..., None], np.maximum(keys, -1), -1)
+
     def _window(self, g: int, n: int, size: int, side: int) -> list[Part]:
         hi = 0 if self.causal else FAR
         ahead = 0 if self.causal else side

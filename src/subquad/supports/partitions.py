@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.supports.kept import Kept
 from subquad.supports.support import GivenSupport, Support, parse
 
 POOLED = -1  # Group.query_position: the local query is the pool of the members' queries
@@ -100,6 +101,14 @@ class Partition(Support):
     def group_sets(self, n: int) -> tuple[GroupSet, ...]:
         """Sources 1, 2, … of the plan "main" for sequences of up to n tokens; sizes must be decided."""
         raise TypeError(f"{type(self).__name__} is not made of blocks")
+
+    def kept(self, margin: int) -> tuple[Kept, ...] | None:
+        """Which tokens and summaries queries can still name, `margin` tokens more; None = streaming keeps all."""
+        return None
+
+    def sees(self, source: int, i: Tensor, entry: Tensor) -> Tensor:
+        """Does the query at i see an entry of a source: token `entry`, or the summary of span number `entry`?"""
+        raise TypeError(f"{type(self).__name__} does not say what streaming keeps")
 
     def unique_groups(self, n: int) -> tuple[list[Group], list[list[int]]]:
         """Every group once, children before parents, and for every query the numbers of its groups."""

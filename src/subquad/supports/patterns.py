@@ -11,7 +11,7 @@ A_k ∩ {0 … k}, with the self-loop, and the sets of query k depend on k and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from subquad.core.numbers import root, triangle
+from subquad.supports.kept import EVERYTHING, Kept, first_ones, recent
 from subquad.supports.parts import FAR, Grid, Part, Plan, columns, diagonal, make_plan, rows_to_keys, selves, windows
 from subquad.supports.support import GivenSupport, Support
 
@@ -61,6 +62,31 @@ class Pattern(Support):
         if n >= 256 and not self.causal and plan.pairs > DENSE * n * n:  # one masked product is faster
             return make_plan([_Masked.of(self.rows(n, family, 0, n))], n)
         return plan
+
+    # ---- streaming ----
+
+    def kept(self, families: Collection[int | None], margin: int) -> tuple[Kept, ...]:
+        """Which keys queries of these families can still name; `margin` tokens more, so that they can be taken back."""
+        return EVERYTHING
+
+    def sees(self, family: int | None, i: Tensor, j: Tensor) -> Tensor:
+        """The definition for the positions of a causal pattern, which know of no length: is j in A_i?"""
+        seen = i == -1
+        for f in range(self.families) if family is None else (family,):
+            seen = seen | self.allows(f, i, j, 0)  # type: ignore[arg-type]
+        return seen & (j <= i)
+
+    def named(self, family: int | None, i: np.ndarray) -> np.ndarray:
+        """The keys of the queries at positions i (…,), as a list each: (…, most of them), -1 = none.
+
+        From the edges of a length that seldom changes: causal sets do not depend on it.
+        """
+        return self._named(family, i, 1 << int(i.max()).bit_length())
+
+    def _named(self, family: int | None, i: np.ndarray, n: int) -> np.ndarray:
+        indptr, indices = kept_csr(self, n, family)
+        place = indptr[i][..., None] + np.arange(max(1, int((indptr[i + 1] - indptr[i]).max())))
+        return np.where(place < indptr[i + 1][..., None], indices[np.minimum(place, len(indices) - 1)], -1)
 
     # ---- from the definition ----
 
@@ -154,6 +180,16 @@ class Strided(Pattern):
             return columns(n, w, causal=self.causal)
         return window + columns(n, w, causal=self.causal, xlo=-left, xhi=right)
 
+    def kept(self, families, margin):
+        return (recent(self.reach(0)[1], margin),) if set(families) == {0} else EVERYTHING
+
+    def named(self, family, i):
+        w, left, _ = self.reach(0)
+        near = np.arange(left + 1)  # distances
+        column = w * np.arange(int(i.max()) // w + 1)
+        steps = near if family == 0 else column if family == 1 else np.union1d(near, column)
+        return np.maximum(i[..., None] - steps, -1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed(Pattern):
@@ -195,6 +231,10 @@ class Fixed(Pattern):
             parts += rows_to_keys(lonely, range(n - 1, n))
         return parts
 
+    def kept(self, families, margin):
+        near = recent(0 if set(families) == {1} else self.w - 1, margin)
+        return (near,) if set(families) == {0} else (Kept(start=self.w - 1, step=self.w), near)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Star(Pattern):
@@ -234,6 +274,10 @@ class Star(Pattern):
         parts += rows_to_keys(ring, range(relay, relay + 1))
         return parts + rows_to_keys(range(relay, relay + 1), range(n))
 
+    def kept(self, families, margin):
+        near = recent(self.w, margin)
+        return (first_ones(1), near) if self.relay == "first" else (near,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Longformer(Pattern):
@@ -254,6 +298,10 @@ class Longformer(Pattern):
         parts = windows(g, n, left, right) + rows_to_keys(range(g, n), range(g))
         return parts + rows_to_keys(range(g), range(n), hi=hi)
 
+    def kept(self, families, margin):
+        near = recent(-(-self.window // 2), margin)
+        return (first_ones(self.global_tokens), near) if self.global_tokens else (near,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Pattern):
@@ -266,6 +314,9 @@ class Blocks(Pattern):
 
     def parts(self, n, family):
         return diagonal(0, n, self.size, causal=self.causal)
+
+    def kept(self, families, margin):
+        return (recent(self.size - 1, margin),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +341,16 @@ class Axial(Pattern):
         if family == 1:
             return columns(n, cols, causal=self.causal)
         return row + columns(n, cols, causal=self.causal, xlo=0, xhi=0)
+
+    def kept(self, families, margin):
+        return (recent(self.cols - 1, margin),) if set(families) == {0} else EVERYTHING
+
+    def named(self, family, i):
+        c = self.cols
+        row, column = i[..., None] - np.arange(c), i[..., None] - c * np.arange(int(i.max()) // c + 1)
+        row = np.where(row >= i[..., None] // c * c, row, -1)
+        column = np.maximum(column, -1)
+        return row if family == 0 else column if family == 1 else np.concatenate((row, column[..., 1:]), -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,6 +408,13 @@ class Custom(GivenSupport, Pattern):
 
     masks: Callable[[int], Tensor]
     families: int = 1
+
+    def named(self, family, i):
+        """From the sets of the one length that they are given for, or of one that seldom changes."""
+        n = getattr(self.masks, "length", None) or 1 << int(i.max()).bit_length()
+        if int(i.max()) >= n:
+            raise ValueError(f"pattern: sets are for {n} tokens, position {int(i.max())} is beyond")
+        return self._named(family, i, n)
 
     def rows(self, n, family, first, last):
         seen = self.masks(n)[:, first:last].cpu().numpy()  # (p, rows, n)

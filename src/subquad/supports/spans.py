@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from subquad.supports.kept import Kept, first_ones, recent
 from subquad.supports.partitions import Group, GroupSet, Partition
 from subquad.supports.parts import (
     CHUNKS,
@@ -77,6 +78,12 @@ class Fixed(Partition):
     def plan(self, n, which):
         return Tree(causal=self.causal, span=self.span, depth=1).plan(n, which)
 
+    def kept(self, margin):
+        return Tree(causal=self.causal, span=self.span, depth=1).kept(margin)
+
+    def sees(self, source, i, entry):
+        return Tree(causal=self.causal, span=self.span, depth=1).sees(source, i, entry)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Partition):
@@ -126,11 +133,23 @@ class Window(Partition):
             replace(p, **{**rule, "rule": NOT_NEAR})
             for p in rows_to_keys(range(n), range(sinks), hi=-w if causal else n, positions=range(sinks))
         ]
-        first = self.sinks // s  # spans of sinks alone are no keys
-        ends = range(s - 1, s * -(-n // s), s)[first:]
+        begin = self.sinks // s  # spans of sinks alone are no keys
+        ends = range(s - 1, s * -(-n // s), s)[begin:]
         seen = {"hi": -w} if causal else {"xlo": 1 - w, "xhi": w + s - 2}
-        parts += rows_to_keys(range(n), range(-(-n // s))[first:], positions=ends, source=1, **seen)
+        parts += rows_to_keys(range(n), range(-(-n // s))[begin:], positions=ends, source=1, **seen)
         return make_plan(parts, n)
+
+    def kept(self, margin):
+        near = recent(self.window + self.span - 2, margin)
+        sinks = (first_ones(self.sinks),) if self.sinks else ()
+        return (*sinks, near, Kept(1, unit=self.span))
+
+    def sees(self, source, i, entry):
+        s = self.span
+        near = ((i - self.window + 1) // s * s).clamp(min=0)
+        if source:
+            return (entry + 1) * s <= near
+        return (entry <= i) & ((entry >= near) | (entry < self.sinks))
 
 
 @lru_cache(maxsize=4096)
@@ -191,6 +210,19 @@ class Tree(Partition):
                 break
             parts += self._inside(n, s, level)
         return make_plan(parts, n)
+
+    def kept(self, margin):
+        s, inner = self.span, range(1, self.depth)
+        levels = (recent(s, margin, source=level, unit=s**level) for level in inner)
+        return (recent(s - 1, margin), *levels, Kept(self.depth, unit=s**self.depth))
+
+    def sees(self, source, i, entry):
+        """Tokens of the own block; blocks before i inside the own block of the next level, at the top all of them."""
+        size, parent = self.span**source, self.span ** (source + 1)
+        if source == 0:
+            return (entry <= i) & (entry >= i // parent * parent)
+        seen = entry < i // size
+        return seen if source == self.depth else seen & (entry * size >= i // parent * parent)
 
     def _inside(self, n: int, s: int, level: int) -> list[Part]:
         """Level t < depth: each block of s^(t+1) queries sees the s summaries inside it, except the own one.

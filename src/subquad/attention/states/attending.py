@@ -1,0 +1,52 @@
+"""New queries and the keys that are kept: one softmax, or any probability map, under a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Map = Callable[[Tensor, Tensor], Tensor]
+
+
+def attend_kept(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, factors: Tensor | None = None, rho: Map | None = None
+) -> Tensor:
+    """q (B, H, t, d), k and v (B, H or H/g, m, d), seen bool (B, H or 1, t, m) → (B, H, t, d).
+
+    `factors` is what dropout multiplies the weights with, `rho` a map other than softmax. A query that sees nothing
+    gives 0, one that is not a number NaN. Half precision is computed in float32.
+    """
+    kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v = q.to(work), k.to(work), v.to(work)
+    if factors is None and rho is None:
+        return _fused(q, k, v, seen, scale).to(kind)
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+    scores = q @ k.mT * scale
+    if rho is None:
+        empty = ~seen.any(-1, keepdim=True)
+        weights = scores.masked_fill(~(seen | empty), -torch.inf).softmax(-1).masked_fill(empty, 0)
+    else:
+        weights = rho(scores, seen)
+    return ((weights if factors is None else weights * factors) @ v).to(kind)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    compiling = torch.compiler.is_compiling()
+    if not compiling and bool(seen.all()):
+        out = F.scaled_dot_product_attention(q, k, v, scale=scale, **grouped)
+        return _lost(out, q)
+    empty = ~seen.any(-1, keepdim=True)  # (B, H or 1, t, 1)
+    if not compiling and not bool(empty.any()):
+        return _lost(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, **grouped), q)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | empty, scale=scale, **grouped)
+    return _lost(out, q).masked_fill(empty, 0)
+
+
+def _lost(out: Tensor, q: Tensor) -> Tensor:
+    """The fused kernel may give 0 for a query that is not a number."""
+    return out.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan)

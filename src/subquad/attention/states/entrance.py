@@ -1,0 +1,133 @@
+"""`start` and `extend` of every mechanism: what is checked, how rows are moved, and who does the work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from subquad.attention.states.state import LEAST, Chunk, State
+
+if TYPE_CHECKING:
+    from subquad.attention.base import Attention
+
+SOME_THAT_CAN = "full, longformer, combiner-fixed, combiner-window, composite-slice, linear"
+
+
+def start(module: Attention, batch_size: int, device: Any, dtype: Any, seed: Tensor | None, rollback: int) -> State:
+    name, options = module.name, module.options
+    if not module.capabilities.streaming or not module.capabilities.causal:
+        raise ValueError(f"{name} cannot stream: it has no causal form; mechanisms that can: {SOME_THAT_CAN}, …")
+    if not options.causal:
+        raise ValueError(f"{name}: streaming needs causal=True, the mechanism was made with causal=False")
+    if module.open_size:
+        raise ValueError(
+            f"{name}: streaming needs sizes that do not follow the length of a call: give {module.open_size} or "
+            "max_length when the mechanism is made"
+        )
+    for label, value, least in (("batch_size", batch_size, 1), ("rollback", rollback, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{label} must be an integer ≥ {least}, not {value!r}")
+    like = next((p for p in module.parameters() if p.is_floating_point()), None)
+    device = device if device is not None else torch.device("cpu") if like is None else like.device
+    dtype = dtype if dtype is not None else torch.get_default_dtype() if like is None else like.dtype
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point dtype, not {dtype!r}")
+    zero = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    return State(name, module.make_memory(max(LEAST, rollback)), zero, zero, seed, rollback, dtype)
+
+
+def extend(
+    module: Attention, q: Tensor, k: Tensor, v: Tensor, state: State, key_mask: Tensor | None
+) -> tuple[Tensor, State]:
+    chunk, shift = arranged(state, (q, k, v), key_mask)
+    check_length(module, state, chunk)
+    out, buffers = state.memory.extend(module, chunk, state)
+    if chunk.here is not None:
+        out = out.masked_fill(~chunk.here[:, None, :, None], 0)
+    return moved_back(out, shift), extended(state, chunk, buffers)
+
+
+def extended(state: State, chunk: Chunk, buffers: dict[str, Tensor]) -> State:
+    length = state.length + chunk.added
+    heads = chunk.k.shape[1]
+    return replace(state, length=length, high=state.high.maximum(length), key_heads=heads, buffers=buffers)
+
+
+def check_state(module: Attention, state: Any, x: Tensor) -> None:
+    """Is it a state of this mechanism, for such inputs? Nothing is written before this is known."""
+    if not isinstance(state, State):
+        raise TypeError(
+            f"state must be a State, as {module.name}.start(batch_size) gives it, not {type(state).__name__}"
+        )
+    if state.mechanism != module.name:
+        raise ValueError(f"state belongs to {state.mechanism}, the mechanism is {module.name}")
+    if state.batch_size != x.shape[0]:
+        raise ValueError(
+            f"state has batch size {state.batch_size}, the new tokens have {x.shape[0]}: they must be equal"
+        )
+    if state.dtype != x.dtype:
+        raise TypeError(f"state has dtype {state.dtype}, the new tokens have {x.dtype}")
+    if state.device != x.device:
+        raise ValueError(f"state is on {state.device}, the new tokens are on {x.device}: move it with state.to(device)")
+
+
+def check_heads(state: State, k: Tensor) -> None:
+    heads = state.key_heads
+    if heads is not None and heads != k.shape[1]:
+        raise ValueError(f"state has {heads} key heads, k has {k.shape[1]}: they must be equal")
+
+
+def check_length(module: Attention, state: State, chunk: Chunk) -> None:
+    longest = module.options.max_length
+    if longest is None or torch.compiler.is_compiling():
+        return
+    wanted = int((state.length + chunk.added).max())
+    if wanted > longest:
+        raise ValueError(
+            f"{module.name}: the state has {int(state.length.max())} positions, {chunk.q.shape[2]} more are beyond "
+            f"max_length={longest}"
+        )
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------
+
+
+def arranged(state: State, tokens: tuple[Tensor, ...], key_mask: Tensor | None) -> tuple[Chunk, Tensor | None]:
+    """The new tokens as a chunk, rows that begin with padding moved to their first real token, and by how much, (B,).
+
+    `tokens` are q, k, v (B, H, t, d). None where nothing moves.
+    """
+    t = tokens[0].shape[2]
+    place = torch.arange(t, device=state.device)
+    position = state.length[:, None] + place  # (B, t)
+    if key_mask is None:
+        return Chunk(*tokens, position, None, None, torch.full_like(state.length[:1], t)), None
+    first = torch.where(key_mask, place, t).amin(1)  # (B,): padded slots before the first real one
+    shift = torch.where(state.length == 0, first, 0)
+    tokens = tuple(cleaned(x, key_mask, keep_finite=not i) for i, x in enumerate(tokens))
+    if not torch.compiler.is_compiling() and not bool(shift.any()):
+        return Chunk(*tokens, position, key_mask, None, torch.full_like(state.length[:1], t)), None
+    from_slot = (place + shift[:, None]) % t  # (B, t)
+    q, k, v = (_taken(x, from_slot) for x in tokens)
+    return Chunk(q, k, v, position, key_mask.gather(1, from_slot), place < t - shift[:, None], t - shift), shift
+
+
+def moved_back(x: Tensor, shift: Tensor | None) -> Tensor:
+    """(B, H, t, d) with every row at the slots it was given in."""
+    if shift is None:
+        return x
+    t = x.shape[2]
+    return _taken(x, (torch.arange(t, device=x.device) - shift[:, None]) % t)
+
+
+def cleaned(x: Tensor, key_mask: Tensor, *, keep_finite: bool) -> Tensor:
+    """0 in padded slots; a finite query stays as it is."""
+    padded = ~key_mask[:, None, :, None]
+    return x.masked_fill(padded & ~torch.isfinite(x) if keep_finite else padded, 0)
+
+
+def _taken(x: Tensor, slot: Tensor) -> Tensor:
+    return x.gather(2, slot[:, None, :, None].expand(x.shape))

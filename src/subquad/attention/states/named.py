@@ -1,0 +1,68 @@
+"""A state of all keys whose queries read only the few that they name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.attention.states.keys import Keys, factors_of
+from subquad.attention.states.state import Buffers, Chunk
+
+PAIRS = 1 << 20  # keys of all queries of a step that are copied at a time
+
+
+class NamedKeys(Keys):
+    """All keys, by position; every family names the keys of a query (`named`). In a compiled graph a mask does it."""
+
+    growth = "n"
+    compact = False
+
+    def _step(self, module, chunk, buffers, length, seed):
+        if torch.compiler.is_compiling():
+            return super()._step(module, chunk, buffers, length, seed)
+        after = length + chunk.added
+        buffers = self._written(module, chunk, buffers, length, after)
+        named = self._named(chunk.position)  # (B, F, t, m)
+        step = max(1, PAIRS // max(1, named[:, :, 0].numel() * chunk.q.shape[1]))
+        outs = []
+        for first in range(0, named.shape[2], step):
+            piece = chunk if named.shape[2] <= step else chunk.part(first, first + step)
+            outs.append(self._read(module, piece, buffers, named[:, :, first : first + step], seed))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers, after
+
+    def _named(self, position: Tensor) -> Tensor:
+        """Positions of the keys of every query, int64 (B, families, t, m), -1 = none."""
+        i = position.cpu().numpy()
+        lists = [sees.named(i) for sees in self.sees]  # type: ignore[attr-defined]
+        most = max(x.shape[-1] for x in lists)
+        wide = [np.pad(x, ((0, 0), (0, 0), (0, most - x.shape[-1])), constant_values=-1) for x in lists]
+        return torch.from_numpy(np.stack(wide, 1)).to(position.device)
+
+    def _read(self, module: Any, chunk: Chunk, buffers: Buffers, named: Tensor, seed: Tensor | None) -> Tensor:
+        b, h = chunk.q.shape[:2]
+        groups = buffers["k"].shape[1]
+        families = torch.tensor(self.families, device=named.device)
+        named = named[:, families] if len(self.sees) > 1 else named  # (B, H or 1, t, m)
+        place = named.clamp(min=0)
+        row = torch.arange(b, device=named.device).view(b, 1, 1, 1)
+        exists = (named >= 0) & buffers["real"][row, place]  # (B, H or 1, t, m)
+        head = torch.arange(h if len(self.sees) > 1 else groups, device=named.device).view(1, -1, 1, 1)
+        head = head // (h // groups) if len(self.sees) > 1 else head
+        keys, values = (buffers[name][row, head, place] for name in ("k", "v"))  # (B, H or G, t, m, d)
+        keys, values = (x.repeat_interleave(h // x.shape[1], 1) if x.shape[1] < h else x for x in (keys, values))
+        factors = None
+        if module.training and module.options.dropout:
+            factors = factors_of(module, chunk, named, seed)
+        return self._map(module, chunk.q, keys, values, exists, factors)
+
+    @staticmethod
+    def _map(module: Any, q: Tensor, keys: Tensor, values: Tensor, exists: Tensor, factors: Tensor | None) -> Tensor:
+        """Every query has keys of its own: (B, H, t, m, d)."""
+        work = torch.promote_types(q.dtype, torch.float32)
+        scores = (keys.to(work) @ q.to(work)[..., None])[..., 0] * module.options.softmax_scale  # (B, H, t, m)
+        weights = module.map_of_heads(scores, exists.expand(scores.shape))
+        weights = weights if factors is None else weights * factors
+        return (weights[..., None, :] @ values.to(work))[..., 0, :].to(q.dtype)

@@ -1,0 +1,194 @@
+"""What a state is: buffers with a row per batch element, and how many positions each row has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from subquad.attention.base import Attention
+
+ROLLBACK = 64  # tokens that `crop` can take back, unless `start` is told otherwise
+LEAST = 16  # room for new tokens beside those that are still named: so many are written at a time
+Buffers = dict[str, Tensor]
+
+
+class Chunk(NamedTuple):
+    """New tokens, rows moved so that each begins with its first real token; what a memory is extended with.
+
+    A slot that is not `here` does not exist: rows that began with padding have fewer new slots than others. A slot
+    that is here and not real is padding inside a row: it has a position, and is a key for nobody.
+    """
+
+    q: Tensor  # (B, H, t, d)
+    k: Tensor  # (B, H or H/g, t, d), 0 where not real
+    v: Tensor
+    position: Tensor  # int64 (B, t)
+    real: Tensor | None  # bool (B, t); None = all
+    here: Tensor | None  # bool (B, t); None = all
+    added: Tensor  # int64 (B,) or (1,): new slots of a row
+
+    def part(self, first: int, last: int) -> Chunk:
+        """Slots first … last-1."""
+        q, k, v = (x[:, :, first:last] for x in (self.q, self.k, self.v))
+        real, here = (None if x is None else x[:, first:last] for x in (self.real, self.here))
+        added = (self.added - first).clamp(0, last - first)
+        return Chunk(q, k, v, self.position[:, first:last], real, here, added)
+
+
+class Memory:
+    """What a mechanism keeps of the tokens so far. A value of sizes alone: the tensors are in the state."""
+
+    growth = "n"  # bytes of a state after n tokens, for people
+    compact = False  # do the bytes grow more slowly than n?
+
+    def extend(self, module: Attention, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
+        """The output (B, H, t, d) of the new tokens, and the buffers that have them."""
+        raise NotImplementedError
+
+    def earliest(self, state: State) -> Tensor:
+        """The shortest length that each row can be cropped to, (B,); 0 is always possible beside it."""
+        return torch.zeros_like(state.length)
+
+    def reserve(self, buffers: Buffers, length: int) -> Buffers:
+        """The buffers with room for rows of `length` positions."""
+        return buffers
+
+
+@dataclass(frozen=True)
+class State:
+    """What a causal mechanism knows of the tokens so far. A value: every method returns another state.
+
+        state.length            int64 (B,): positions of each row, counted from its first real token
+        state.nbytes            bytes of all buffers
+        state.reorder(index)    the rows `index`, int64 (B',), as beam search asks for
+        state.repeat(times)     every row `times` times in a row
+        state.crop(length)      the state that rows had at that length, an integer or int64 (B,)
+        state.reserve(length)   with room for rows of that length: extending allocates nothing up to there
+        state.to(device)
+
+    Without gradients `extend` writes into the buffers of the state it is given, so a state is used once,
+    `y, state = a.extend(…, state)`; `clone` keeps one for another continuation.
+    """
+
+    mechanism: str
+    memory: Memory
+    length: Tensor
+    high: Tensor  # int64 (B,): the greatest length that rows have had; behind it nothing was ever written
+    seed: Tensor | None
+    rollback: int
+    dtype: torch.dtype
+    key_heads: int | None = None  # known from the first tokens on
+    buffers: Buffers = field(default_factory=dict)
+
+    @property
+    def batch_size(self) -> int:
+        return self.length.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.length.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.buffers.values()) + self.length.nbytes + self.high.nbytes
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> State:
+        buffers = {name: change(x) for name, x in self.buffers.items()}
+        return replace(self, length=change(self.length), high=change(self.high), buffers=buffers)
+
+    def reorder(self, index: Tensor) -> State:
+        """The rows `index` of this state, in that order; a row may stand there several times."""
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.dim() != 1:
+            kind = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+            raise TypeError(f"index must be an int64 tensor of row numbers, (B',), not {kind}")
+        if not index.numel() or int(index.min()) < 0 or int(index.max()) >= self.batch_size:
+            raise ValueError(f"index must hold row numbers 0 … {self.batch_size - 1}, not {index.tolist()}")
+        index = index.to(self.device)
+        return self._each(lambda x: x.index_select(0, index))
+
+    def repeat(self, times: int) -> State:
+        """Every row `times` times in a row, as `torch.repeat_interleave`."""
+        if isinstance(times, bool) or not isinstance(times, int) or times < 1:
+            raise ValueError(f"times must be an integer ≥ 1, not {times!r}")
+        return self._each(lambda x: x.repeat_interleave(times, 0))
+
+    def crop(self, length: int | Tensor) -> State:
+        """As if rows had never been longer than `length`, an integer or int64 (B,); shorter rows stay as they are.
+
+        At least `rollback` tokens can be taken back (see `start`), or all of them; a length in between raises.
+        """
+        wanted = self._wanted(length).minimum(self.length)
+        earliest = self.memory.earliest(self)
+        lost = (wanted < earliest) & (wanted > 0)
+        if bool(lost.any()):
+            row = int(lost.nonzero()[0, 0])
+            raise ValueError(
+                f"length: row {row} can be cropped to {int(earliest[row])} … {int(self.length[row])}, or to 0, not to "
+                f"{int(wanted[row])}; start(…, rollback={self.rollback}) says how many tokens can be taken back at "
+                "least, a greater rollback keeps more"
+            )
+        high = torch.where(wanted > 0, self.high, 0)
+        return replace(self, length=wanted, high=high)
+
+    def _wanted(self, length: int | Tensor) -> Tensor:
+        if isinstance(length, bool) or not isinstance(length, (int, Tensor)):
+            raise TypeError(f"length must be an integer or an int64 tensor (B,), not {type(length).__name__}")
+        if isinstance(length, Tensor) and (length.dtype != torch.int64 or length.shape not in ((), self.length.shape)):
+            shape = tuple(self.length.shape)
+            raise TypeError(f"length must be int64 {shape}, not {length.dtype} {tuple(length.shape)}")
+        wanted = torch.as_tensor(length, device=self.device).expand(self.length.shape)
+        if bool((wanted < 0).any()) or bool((wanted > self.length.max()).any()):
+            raise ValueError(f"length must be between 0 and {int(self.length.max())}, not {wanted.tolist()}")
+        return wanted
+
+    def reserve(self, length: int) -> State:
+        """With room for rows of `length` positions; before the first tokens there is nothing to make room in."""
+        return replace(self, buffers=self.memory.reserve(dict(self.buffers), length))
+
+    def clone(self) -> State:
+        return self._each(torch.clone)
+
+    def detach(self) -> State:
+        """Without the graph of earlier chunks, for truncated backpropagation."""
+        return self._each(torch.detach)
+
+    def to(self, device: Any) -> State:
+        moved = self._each(lambda x: x.to(device))
+        return replace(moved, seed=None if self.seed is None else self.seed.to(device))
+
+
+# ---- buffers ------------------------------------------------------------------------------------------------
+
+
+def write(buffer: Tensor, slot: Tensor, new: Tensor) -> Tensor:
+    """buffer[b, …, slot[b, j], …] = new[b, …, j, …]: buffer (B, H, m, d) or (B, m), slot (B, t).
+
+    In place where no gradient is asked for; a graph needs what was there before.
+    """
+    if buffer.dim() == 4:
+        slot = slot[:, None, :, None].expand(new.shape)
+    if torch.is_grad_enabled() or buffer.requires_grad:
+        return buffer.scatter(buffer.dim() // 2, slot, new)
+    return buffer.scatter_(buffer.dim() // 2, slot, new)
+
+
+def read(buffer: Tensor, slot: Tensor) -> Tensor:
+    """buffer (B, H, m, d) or (B, m) at slot (B, t): (B, H, t, d) or (B, t)."""
+    if buffer.dim() == 4:
+        slot = slot[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+    return buffer.gather(buffer.dim() // 2, slot)
+
+
+def grown(buffer: Tensor, wanted: int, dim: int) -> Tensor:
+    """The buffer with at least `wanted` places along `dim`: doubled, so that growing costs a constant per token."""
+    have = buffer.shape[dim]
+    if have >= wanted:
+        return buffer
+    shape = list(buffer.shape)
+    shape[dim] = max(wanted, 2 * have) - have
+    return torch.cat((buffer, buffer.new_zeros(shape)), dim)
