@@ -62,7 +62,9 @@ class Combiner(Attention):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        self.abstraction = Abstraction(options.abstraction, options.head_dim, options.num_heads)
+        self.abstraction = Abstraction(
+            options.abstraction, options.head_dim, options.num_heads, getattr(options, "sharpness", 1.0)
+        )
         partition = self.make_partition(options)
         if options.max_length is not None:
             partition = partition.sized(options.max_length)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from subquad.abstraction import Attended, Kind
+from subquad.abstraction import AnyKind
 from subquad.attention.combiner import Combiner, CombinerOptions
 from subquad.core.options import option
 from subquad.supports import grids, spans
@@ -38,7 +38,8 @@ class CombinerFixed(Combiner):
     @dataclass(frozen=True, kw_only=True)
     class Options(CombinerOptions):
         span: int | None = option(None, "tokens of a span; None = ≈ √max_length, or ≈ √n without max_length", ge=1)
-        abstraction: Kind | Attended = option("max", "how a group is summarised")
+        abstraction: AnyKind = option("max", "how a group is summarised")
+        sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
 
     @property
     def exponent(self) -> float:
@@ -69,7 +70,8 @@ class CombinerWindow(Combiner):
     @dataclass(frozen=True, kw_only=True)
     class Options(CombinerOptions):
         span: int | None = option(None, "tokens of a span; None = ≈ √max_length, or ≈ √n without max_length", ge=1)
-        abstraction: Kind | Attended = option("max", "how a group is summarised")
+        abstraction: AnyKind = option("max", "how a group is summarised")
+        sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
         window: int = option(256, "a query sees at least this many tokens directly, itself included", ge=1)
         sinks: int = option(4, "that many first tokens are direct for everyone", ge=0)
 

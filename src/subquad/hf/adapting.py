@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention
 from subquad.core.files import write_atomically
 from subquad.hf.fitting import body, fit_loss, tune_backward, watch_original
-from subquad.hf.interface import NAME
+from subquad.hf.interface import watching
 from subquad.hf.lowrank import add_updates, merge_updates
+from subquad.hf.naming import NAME
 from subquad.hf.texts import windows
 
 CHECKPOINT, LOG, SETTINGS = "adapt.pt", "adapt.jsonl", "adapt.json"
@@ -32,12 +33,12 @@ Tell = Callable[[dict[str, Any]], None]
 class Settings:
     """What is trained, for how long."""
 
-    length: int = 2048  # tokens of a window
-    fit_steps: int = 40  # windows of the first phase
-    repeats: int = 2  # steps that every layer takes on one window
-    tune_steps: int = 10  # windows of the second phase
+    length: int = 1024  # tokens of a window
+    fit_steps: int = 12  # windows of the first phase
+    repeats: int = 4  # steps that every layer takes on one window
+    tune_steps: int = 24  # windows of the second phase
     rank: int = 8  # of the updates of q, k and v; 0 = none
-    rate: float = 3e-3  # learning rate of the mechanisms' parameters
+    rate: float = 3e-2  # learning rate of the mechanisms' parameters in the first phase; a tenth in the second
     update_rate: float = 5e-4  # learning rate of the low-rank updates
     distillation: float = 0.9  # its share of the loss of the second phase; the rest is cross-entropy
     clip: float = 1.0  # the longest gradient
@@ -49,7 +50,9 @@ class Adapter:
 
     def __init__(self, model: Any, tokenizer: Any, texts: Sequence[str], folder: Path, settings: Settings) -> None:
         self.model, self.settings, self.folder = model, settings, folder
-        self.layers = {name: part for name, part in model.named_modules() if isinstance(getattr(part, NAME, None), Attention)}
+        self.layers = {
+            name: part for name, part in model.named_modules() if isinstance(getattr(part, NAME, None), Attention)
+        }
         if not self.layers:
             raise ValueError("the model is not converted: convert it first")
         body(model)
@@ -57,7 +60,11 @@ class Adapter:
         torch.manual_seed(settings.seed)
         model.requires_grad_(False)
         self.trained = self._prepare()
-        groups = [{"params": own, "lr": rate} for own, rate in self.trained if own]
+        groups = [
+            {"params": own, "lr": rate, "first": rate, "own": number < 2}
+            for number, (own, rate) in enumerate(self.trained)
+            if own
+        ]
         if not groups:
             raise ValueError("there is nothing to train: the mechanism has no parameters of its own, and rank is 0")
         self.optimizer = torch.optim.Adam(groups)
@@ -69,7 +76,9 @@ class Adapter:
             own += [p.requires_grad_() for p in getattr(layer, NAME).parameters()]
             if self.settings.rank:
                 updates += add_updates(layer, self.settings.rank)
-        return [(own, self.settings.rate), (updates, self.settings.update_rate)]
+        small, large = [p for p in own if p.dim() < 3], [p for p in own if p.dim() >= 3]
+        rate = self.settings.rate
+        return [(small, rate), (large, rate / 10), (updates, self.settings.update_rate)]  # matrices learn more slowly
 
     @property
     def total(self) -> int:
@@ -113,13 +122,15 @@ class Adapter:
         )
         part.replace(self.folder / CHECKPOINT)
 
-    # ---- the two phases ----
+    # ---- calibration and the two phases ----
 
     def run(self, tell: Tell | None = None, every: float = 60.0) -> None:
         """All steps that are left; a checkpoint every `every` seconds, and at the end."""
         self.resume()
         kept = time.monotonic()
         source = windows(self.texts, self.tokenizer, self.settings.length, self.settings.seed, skip=self.step)
+        if self.step == 0:
+            self.calibrate(next(windows(self.texts, self.tokenizer, self.settings.length, self.settings.seed)))
         with (self.folder / LOG).open("a") as log:
             while self.step < self.total:
                 began = time.monotonic()
@@ -134,6 +145,20 @@ class Adapter:
                 if time.monotonic() - kept > every or self.step in (self.settings.fit_steps, self.total):
                     self.checkpoint()
                     kept = time.monotonic()
+
+    @torch.no_grad()
+    def calibrate(self, ids: Tensor) -> None:
+        """Let the summaries of every layer that can be calibrated ask what its queries ask on average."""
+
+        def note(layer: nn.Module, mechanism: Any, q: Tensor, *rest: Any) -> None:
+            abstraction = getattr(mechanism, "abstraction", None)
+            if getattr(abstraction, "kind", "") == "residual-attended":
+                abstraction.calibrate(q.mean((0, 2)))  # (H, d)
+
+        seen = watch_original(self.model, self.layers, ids)
+        with watching(note):
+            for name, layer in self.layers.items():
+                layer(*seen[name].args, **seen[name].about)
 
     def fit(self, ids: Tensor) -> dict[str, Any]:
         """Every layer takes `repeats` steps towards the original's output on this window."""
@@ -151,6 +176,8 @@ class Adapter:
 
     def tune(self, ids: Tensor) -> dict[str, Any]:
         """One step of the whole model."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["first"] / 10 if group["own"] else group["first"]
         entropy, divergence = tune_backward(self.model, ids, self.settings.distillation)
         self._step()
         return {"phase": "tune", "loss": round(entropy, 4), "distillation": round(divergence, 5)}

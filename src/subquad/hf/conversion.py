@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -13,8 +12,8 @@ from subquad.attention.base import Attention
 from subquad.attention.registry import attention, mechanism
 from subquad.core.options import split_spec
 from subquad.hf.caching import install_states
-from subquad.hf.interface import NAME
 from subquad.hf.layers import Layer, attention_layers, check_layer, check_model
+from subquad.hf.naming import NAME
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 Specs = str | Mapping[int, str]
@@ -90,7 +89,9 @@ def make(layer: Layer, spec: str, options: Mapping[str, Any]) -> Attention:
     able = mechanism(name).capabilities
     where = f"{layer.name} ({type(layer.module).__name__})"
     if able.level == "layer":
-        raise ValueError(f"{where}: {name} works on tokens and projects them itself; it cannot take a layer's q, k and v")
+        raise ValueError(
+            f"{where}: {name} works on tokens and projects them itself; it cannot take a layer's q, k and v"
+        )
     given: dict[str, Any] = {"causal": layer.causal, "dropout": layer.dropout, **options}
     longest = getattr(getattr(layer.module, "config", None), "max_position_embeddings", None)
     if able.needs_max_length and "max_length" not in {*given, *split_spec(spec)[1]}:

@@ -1,9 +1,9 @@
 """The two losses of `adapt`.
 
-    fit     per layer: ‖o - t‖² / ‖t‖², o the converted layer's output and t the original's, both from the original's
-            hidden states. One forward pass of the original serves a step of every layer.
-    tune    the whole model: cross-entropy of the text and the distillation KL(original ‖ converted), position by
-            position, a block of positions at a time so that the logits of all of them never exist at once.
+fit     per layer: ‖o - t‖² / ‖t‖², o the converted layer's output and t the original's, both from the original's
+        hidden states. One forward pass of the original serves a step of every layer.
+tune    the whole model: cross-entropy of the text and the distillation KL(original ‖ converted), position by
+        position, a block of positions at a time so that the logits of all of them never exist at once.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from transformers.masking_utils import (
 )
 
 from subquad.attention.base import Attention, repeat_heads
+from subquad.hf.naming import NAME
 
-NAME = "subquad"  # of the interface, of the mechanism inside a layer, and of the record in the config
 UNKNOWN_TERMS = {  # what other attention functions are handed and no mechanism has a place for
     "softcap": "a soft cap on the scores",
     "s_aux": "learned sinks in the softmax",
@@ -148,7 +148,7 @@ def attend_fully(
     causal = causal and n > 1
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None].bool()  # (B, 1, 1, m)
-    if causal and (mask is not None and mask.shape[2] == 1 or n != m):  # the last query sees the last key
+    if causal and ((mask is not None and mask.shape[2] == 1) or n != m):  # the last query sees the last key
         earlier = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
         mask, causal = (earlier if mask is None else mask & earlier), False
     bias = terms.get("position_bias")

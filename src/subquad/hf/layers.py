@@ -51,10 +51,15 @@ def check_layer(layer: Layer) -> None:
     takes = inspect.signature(type(module).forward).parameters
     if "position_bias" in takes or getattr(module, "has_relative_attention_bias", False):
         raise ValueError(f"{where}: relative position biases are not supported by any mechanism")
-    if getattr(module, "rel_pos_h", None) is not None or getattr(module, "relative_position_bias_table", None) is not None:
+    if (
+        getattr(module, "rel_pos_h", None) is not None
+        or getattr(module, "relative_position_bias_table", None) is not None
+    ):
         raise ValueError(f"{where}: relative position biases are not supported by any mechanism")
     for name in ("attn_logit_softcapping", "softcap", "attn_logit_softcap"):
-        if getattr(module, name, None) is not None or (name == "attn_logit_softcapping" and getattr(config, name, None)):
+        if getattr(module, name, None) is not None or (
+            name == "attn_logit_softcapping" and getattr(config, name, None)
+        ):
             raise ValueError(f"{where}: a soft cap on the scores ({name}) is not supported by any mechanism")
     if getattr(module, "sinks", None) is not None:
         raise ValueError(f"{where}: learned sinks in the softmax (sinks) are not supported by any mechanism")

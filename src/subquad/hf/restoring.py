@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from subquad.hf.conversion import attach, make, use_interface
-from subquad.hf.interface import NAME
 from subquad.hf.layers import attention_layers
+from subquad.hf.naming import NAME
 
 
 def restore_on_load() -> None:

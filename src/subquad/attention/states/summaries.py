@@ -126,8 +126,11 @@ def of_tokens(module: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Sum
     fq, fk = module.abstraction(q, k)
     count = real.sum(-1)  # (B, c)
     share = real.to(q.dtype)
-    query, key = (_pooled(x, share, count, module.abstraction.pool) for x in (fq, fk))
-    return Summary(query, key, _found(query, k, v, real, module.options.softmax_scale), count)
+    query = _pooled(fq, share, count, module.abstraction.pool)
+    scale = module.options.softmax_scale
+    attended = module.abstraction.attended
+    key = _found(query, k, fk, real, scale) if attended else _pooled(fk, share, count, module.abstraction.pool)
+    return Summary(query, key, _found(query, k, v, real, scale), count)
 
 
 def of_summaries(module: Any, query: Tensor, key: Tensor, value: Tensor, counts: Tensor) -> Summary:
