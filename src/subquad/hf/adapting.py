@@ -1,7 +1,7 @@
 """`adapt`: win back what a conversion has cost, training little: the mechanisms' own parameters and low-rank updates.
 
-First every converted layer is fitted to the original's output, then the whole model is tuned for a while, see `fitting`.
-The original is the same weights with full attention: there is no second copy. Texts are taken a window at a time, so
+First every converted layer is fitted to the original's output, then the whole model is tuned, see `fitting`. The
+original is the same weights with full attention: there is no second copy. Texts are taken a window at a time, so
 memory is that of one window. A run writes its log line by line, keeps a checkpoint, and resumes from it.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 
 from subquad.attention.base import Attention
 from subquad.core.files import write_atomically
@@ -131,7 +132,7 @@ class Adapter:
         source = windows(self.texts, self.tokenizer, self.settings.length, self.settings.seed, skip=self.step)
         if self.step == 0:
             self.calibrate(next(windows(self.texts, self.tokenizer, self.settings.length, self.settings.seed)))
-        with (self.folder / LOG).open("a") as log:
+        with (self.folder / LOG).open("a") as log, SummaryWriter(str(self.folder / "tensorboard")) as board:
             while self.step < self.total:
                 began = time.monotonic()
                 fits = self.step < self.settings.fit_steps
@@ -140,6 +141,8 @@ class Adapter:
                 line = {"step": self.step, "of": self.total, **line, "seconds": round(time.monotonic() - began, 1)}
                 log.write(json.dumps(line) + "\n")
                 log.flush()
+                for key in line.keys() & {"error", "after", "loss", "distillation"}:
+                    board.add_scalar(f"{line['phase']}/{key}", line[key], self.step)
                 if tell:
                     tell(line)
                 if time.monotonic() - kept > every or self.step in (self.settings.fit_steps, self.total):

@@ -23,8 +23,8 @@ def convert(model: Model, spec: Specs, *, layers: Iterable[int] | None = None, *
     """Put a mechanism into the attention layers of a transformers model, in place, and return the model.
 
         convert(model, "combiner-window:span=32,window=256,sinks=4")
-        convert(model, "combiner-window", span=32, window=256, layers=range(2, 28))     # the others keep their attention
-        convert(model, {0: "full", 1: "combiner-fixed:span=64"})                          # a spec for each layer
+        convert(model, "combiner-window", span=32, window=256, layers=range(2, 28))    # the others keep their attention
+        convert(model, {0: "full", 1: "combiner-fixed:span=64"})                       # a spec for each layer
 
     Layers are numbered in the order of `converted_layers`: self-attention only, an encoder's before a decoder's;
     cross-attention keeps its attention. The weights are the model's own; parameters that a mechanism brings are new

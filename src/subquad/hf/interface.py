@@ -125,7 +125,8 @@ def refuse(
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         raise ValueError(
             f"{name}: attention_mask must be a key mask (B, m); a packed batch, a sliding window or a mask of your own "
-            "is not supported"
+            "is not supported (under torch.compile and torch.export give the model an attention_mask: without one "
+            "transformers prepares for a packed batch)"
         )
     if is_causal is not None and bool(is_causal) != mechanism.options.causal:
         raise ValueError(f"{name}: is_causal={is_causal} was asked for, it was made with {mechanism.options.causal}")

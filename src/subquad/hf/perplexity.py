@@ -1,4 +1,4 @@
-"""`subquad perplexity`: what a conversion costs, and what it saves: loss by position, time, memory, mass on summaries."""
+"""`subquad perplexity`: what a conversion costs and saves: loss by position, time, memory, mass on summaries."""
 
 from __future__ import annotations
 

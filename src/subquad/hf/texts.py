@@ -32,7 +32,7 @@ def window(text: str, tokenizer: Any, n: int, start: int = 0) -> Tensor:
 
 
 def windows(texts: Sequence[str], tokenizer: Any, n: int, seed: int, skip: int = 0) -> Iterator[Tensor]:
-    """Windows (1, n) without end, each from a text drawn by its length and from a place in it; `skip` leaves out the first."""
+    """Windows (1, n) without end, each from a text drawn by its length and a place in it, without the first `skip`."""
     draw = torch.Generator().manual_seed(seed)
     sizes = torch.tensor([max(1, len(text) - CHARACTERS * n) for text in texts], dtype=torch.float64)
     for number in range(2**62):
