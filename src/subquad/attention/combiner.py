@@ -97,7 +97,7 @@ class Combiner(Attention):
 
     @torch.no_grad()
     def summary_mass(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """How much of each query's attention goes to summaries, (B, H, n): the output if tokens were worth 0, groups 1."""
+        """How much of each query's attention goes to summaries, (B, H, n): tokens are worth 0, groups 1."""
         self._validate(q, k, k, key_mask)
         rows, q, k, v = self._begin(q, k, k, key_mask)
         mass = self._merge(q, k, v, self._call(rows, None, q.shape[2])._replace(dropout=0.0), mass=True)

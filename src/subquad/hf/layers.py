@@ -39,8 +39,8 @@ def check_model(model: Any) -> None:
         raise TypeError(f"model must be a transformers model (PreTrainedModel), not {type(model).__name__}")
     if not model._can_set_attn_implementation() or not any(asks_interface(part) for part in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} does not ask transformers' AttentionInterface for its attention: another one would "
-            "be ignored, so it cannot be converted"
+            f"{type(model).__name__} does not ask transformers' AttentionInterface for its attention: another one "
+            "would be ignored, so it cannot be converted"
         )
 
 
