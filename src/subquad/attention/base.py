@@ -150,6 +150,12 @@ class Attention(nn.Module):
         """
         return Replay()
 
+    kept_width: int = 0  # numbers of a key that streaming keeps, where that is more than head_dim
+
+    def kept_keys(self, n: int) -> float:
+        """How many keys, or summaries of keys, the state of a head has after n tokens, up to a constant."""
+        return float(n)
+
     @property
     def open_size(self) -> str | None:
         """The option that is left open and follows the length of a call: streaming cannot have that."""
@@ -241,8 +247,17 @@ class Attention(nn.Module):
         rows = Rows(real, None if real is None else lengths, None, None)
         return self.attend(q, k, v, self._call(rows, seed, q.shape[2]))
 
-    def attend_kept(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, factors: Tensor | None = None) -> Tensor:
-        """New queries to the keys that streaming keeps, (B, H, m, d), as far as they are seen, (B, H or 1, t, m)."""
+    @property
+    def maps_by_softmax(self) -> bool:
+        """Do kept keys get their weights by a plain softmax of q·k·scale?"""
+        return getattr(self.options, "map", "softmax") == "softmax"
+
+    def attend_kept(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, position: Tensor, factors: Tensor | None = None
+    ) -> Tensor:
+        """New queries at positions (B, t) to the keys that streaming keeps, (B, H, m, d), as far as they are seen, bool
+        (B, H or 1, t, m). `factors` (B, H, t, m) is what dropout multiplies the weights with.
+        """
         return attend_kept(q, k, v, seen, self.options.softmax_scale, factors)
 
     # ---- inside a layer ----

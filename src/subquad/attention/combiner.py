@@ -118,11 +118,9 @@ class Combiner(Attention):
         return merge_attention(tokens.q, keys, values, text, "main", n, scale=scale, **about).to(q.dtype)
 
     def make_memory(self, margin: int) -> Memory:
-        kept = self.partition.kept(margin)
-        if kept is None:
+        if self.partition.kept(margin) is None:
             return super().make_memory(margin)
-        skip = getattr(self.partition, "sinks", 0)
-        return Summaries(kept, self.partition.sees, self.options.num_heads, margin, skip)
+        return Summaries(self.partition, self.options.num_heads, margin)
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self.terms(q, k, call).weights()

@@ -31,6 +31,9 @@ from subquad.attention.combiner_plans import (
     CombinerWindow,
 )
 from subquad.attention.combiner_routing import CombinerRouting
+from subquad.attention.states.replay import Replay
+from subquad.attention.states.several import Several
+from subquad.attention.states.state import Memory
 from subquad.attention.summaries import Source, Tokens, summarise
 from subquad.core.options import option
 from subquad.kernels.merge import merge_attention
@@ -153,6 +156,12 @@ class CombinerMixture(Attention):
         exists = [] if call.exists is None else [call.exists]
         about = (call.lengths, sizes, text, n, self.options.softmax_scale)
         return mixture_merge(q, [k, v], keys, values, exists, alive, *about)[0]
+
+    def make_memory(self, margin: int) -> Memory:
+        memories = [component.make_memory(margin) for component in self.parts()]
+        if self.options.joint or all(isinstance(memory, Replay) for memory in memories):
+            return super().make_memory(margin)
+        return Several(memories)
 
     # ---- the definition ----
 

@@ -45,6 +45,9 @@ class CombinerFixed(Combiner):
     def exponent(self) -> float:
         return 1.5 if self._follows_length else 2.0  # a fixed span: n/s summaries for every query
 
+    def kept_keys(self, n: int) -> float:
+        return self.sized(n).span + n / self.sized(n).span
+
     def make_partition(self, options: Any) -> spans.Fixed:
         return spans.Fixed(causal=options.causal, span=options.span)
 
@@ -79,6 +82,9 @@ class CombinerWindow(Combiner):
     def exponent(self) -> float:
         return 1.5 if self._follows_length else 2.0
 
+    def kept_keys(self, n: int) -> float:
+        return self.options.window + self.options.sinks + self.sized(n).span + n / self.sized(n).span
+
     def make_partition(self, options: Any) -> spans.Window:
         return spans.Window(causal=options.causal, span=options.span, window=options.window, sinks=options.sinks)
 
@@ -109,6 +115,10 @@ class CombinerTree(Combiner):
     @property
     def exponent(self) -> float:
         return 1 + 1 / (self.options.depth + 1) if self._follows_length else 2.0  # a fixed span: n/s^depth tops
+
+    def kept_keys(self, n: int) -> float:
+        span, depth = self.sized(n).span, self.options.depth
+        return depth * span + n / span**depth
 
     def make_partition(self, options: Any) -> spans.Tree:
         return spans.Tree(causal=options.causal, span=options.span, depth=options.depth)

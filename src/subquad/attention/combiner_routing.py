@@ -25,6 +25,8 @@ from torch import Tensor
 from subquad.abstraction import Abstraction
 from subquad.attention.base import Call
 from subquad.attention.routing import Clusters, Routing, RoutingOptions
+from subquad.attention.states.replay import Replay
+from subquad.attention.states.state import Memory
 from subquad.core.options import option
 from subquad.kernels.clusters import cluster_attention, cluster_prefix
 from subquad.probability import probability_map
@@ -48,6 +50,9 @@ class CombinerRouting(Routing):
     def __init__(self, options: CombinerRouting.Options) -> None:
         super().__init__(options)
         self.abstraction = Abstraction(options.abstraction, options.head_dim, options.num_heads)
+
+    def make_memory(self, margin: int) -> Memory:
+        return Replay()
 
     def combine(self, q: Tensor, k: Tensor, v: Tensor, clusters: Clusters, call: Call) -> Tensor:
         is_max, causal, scale = self.abstraction.pool == "max", self.options.causal, self.options.softmax_scale

@@ -37,8 +37,8 @@ from subquad.attention.base import Attention, Call, Capabilities, Record, Rows
 from subquad.attention.composite_slice_definition import Definition
 from subquad.attention.slicing import add_by_slice, slices
 from subquad.attention.states import entrance
-from subquad.attention.states.replay import appended
-from subquad.attention.states.state import read
+from subquad.attention.states.slices import Slices
+from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
@@ -231,13 +231,19 @@ class CompositeSlice(Attention):
         x = query[:, None]  # (B, 1, t, E)
         chunk, shift = entrance.arranged(state, (x, x, x), key_mask)
         entrance.check_length(self, state, chunk)
-        n = int((state.length + chunk.added).max())
-        buffers = appended(state.buffers, {"x": chunk.k}, chunk, n)
-        whole, place = buffers["x"][:, 0, :n], torch.arange(n, device=query.device)
-        real = buffers["real"][:, :n] & (place < (state.length + chunk.added)[:, None])  # (B, n)
-        out, _ = self.attend_tokens(whole, whole, whole, project, None if bool(real.all()) else real, state.seed)
-        out = entrance.moved_back(read(out[:, None], chunk.position.clamp(max=n - 1)), shift)
-        return out[:, 0], entrance.extended(state, chunk, buffers)
+        out, buffers = state.memory.extend(self, chunk, state, project)
+        return entrance.moved_back(out, shift)[:, 0], entrance.extended(state, chunk, buffers)
+
+    def make_memory(self, margin: int) -> Memory:
+        return Slices(self.options, margin)
+
+    def kept_keys(self, n: int) -> float:
+        """αL tokens at each scale, as embeddings too, and all of the coarsest."""
+        o = self.options
+        return 2 * (o.levels - 1) * o.extension * o.slice_length + n / o.slice_length ** (o.levels - 1)
+
+    def _call_of(self, seed: Tensor | None) -> Call:
+        return Call(seed=seed, dropout=self.options.dropout if self.training else 0.0, training=self.training)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
         if not self.options.interpolate:

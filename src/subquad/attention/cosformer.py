@@ -41,6 +41,10 @@ class Cosformer(KernelAttention):
     def open_size(self) -> str | None:
         return "max_length" if self.options.max_length is None else None
 
+    @property
+    def kept_width(self) -> int:
+        return 2 * self.options.head_dim
+
     def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
         angle = self._angles(q, call)  # (1 or B, 1, n, 1)
         real = 1 if call.key_mask is None else call.key_mask[:, None, :, None]

@@ -26,6 +26,10 @@ from subquad.attention.base import Attention, Call
 from subquad.attention.full import drop_keys, masked_map
 from subquad.attention.linear import elu_plus_one
 from subquad.attention.outputs import within_rows
+from subquad.attention.patterns import FamilySees
+from subquad.attention.states.keys import Keys
+from subquad.attention.states.several import NearAndFar
+from subquad.attention.states.state import Memory
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.linear import kernel_sums
@@ -64,27 +68,39 @@ class FMMformer(Attention):
         first, *others = self._blend(q, call)  # (B or 1, H, n or 1, 1) each
         out, kept = near * first, drop_keys(v, call)
         for sign, weight in zip((1, -1), others, strict=False):
-            a, b = self._features(q, k, sign, call)
+            a, b = self.features_of(q, k, sign, call.key_mask)
             out = out + weight * kernel_sums(a, b, kept, causal=self.options.causal)
         return within_rows(out, call).to(kind)
 
-    def _features(self, q: Tensor, k: Tensor, sign: int, call: Call) -> tuple[Tensor, Tensor]:
+    def features_of(self, q: Tensor, k: Tensor, sign: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         b = elu_plus_one(sign * k)
-        return elu_plus_one(sign * q), b if call.key_mask is None else b * call.key_mask[:, None, :, None]
+        return elu_plus_one(sign * q), b if key_mask is None else b * key_mask[:, None, :, None]
 
     def _blend(self, q: Tensor, call: Call) -> list[Tensor]:
         """w_0 … w_r; where the band is empty the others have it all."""
-        logits = self.blend.to(q.dtype)[None, :, None]  # (1, H, 1, 1 + r)
+        empty = None
         if call.key_mask is not None:
             reach = self.options.bandwidth
             before = F.pad(call.key_mask.cumsum(1), (1, 0))  # (B, n + 1): real tokens before each place
             i = torch.arange(q.shape[2], device=q.device)
             stop = (i + 1 if self.options.causal else i + reach + 1).clamp(max=q.shape[2])
             empty = before[:, stop] == before[:, (i - reach).clamp(min=0)]  # (B, n)
-            nobody = torch.zeros_like(self.blend[:1], dtype=torch.bool)
-            nobody[:, 0] = True
-            logits = logits.masked_fill(empty[:, None, :, None] & nobody, -torch.inf)
+        return self.blended(q, empty)
+
+    def blended(self, q: Tensor, empty: Tensor | None) -> list[Tensor]:
+        """The same, given which bands are empty, bool (B, n)."""
+        logits = self.blend.to(q.dtype)[None, :, None]  # (1, H, 1, 1 + r)
+        if empty is not None:
+            near = torch.arange(logits.shape[-1], device=q.device) == 0
+            logits = logits.masked_fill(empty[:, None, :, None] & near, -torch.inf)
         return list(logits.softmax(-1).split(1, -1))
+
+    def make_memory(self, margin: int) -> Memory:
+        near = Keys(self.band.kept([None], margin), [FamilySees(self.band, None)], [0] * self.options.num_heads, margin)
+        return NearAndFar(near, self.options.rank, margin)
+
+    def kept_keys(self, n: int) -> float:
+        return self.options.bandwidth + self.options.rank * (self.options.head_dim + 32.0)
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         work = torch.promote_types(q.dtype, torch.float32)
@@ -92,7 +108,7 @@ class FMMformer(Attention):
         seen = self.band.mask(q.shape[2]).to(q.device)[None]
         near = masked_map(Softmax(), q, k, seen, call.key_mask, self.options.softmax_scale)  # (B, H, n, n)
         far = [
-            normalised(kernel_weights(*self._features(q, k, sign, call), causal=self.options.causal))
+            normalised(kernel_weights(*self.features_of(q, k, sign, call.key_mask), causal=self.options.causal))
             for sign in (1, -1)[: self.options.rank]
         ]
         blend = self.blend.to(work).softmax(-1)[None, :, None]  # (1, H, 1, 1 + r)

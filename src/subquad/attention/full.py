@@ -18,6 +18,7 @@ from torch import Tensor
 import subquad.kernels.flash  # noqa: F401  (teaches the FLOP counter torch's own kernel)
 from subquad.attention.base import Attention, Call, Capabilities, Record, repeat_heads
 from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.chosen import all_before, past
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors, ranks
@@ -72,9 +73,9 @@ class Full(Attention):
         return masked_map(self.map, q, k, self._seen(q, k, seen), call.key_mask, self.options.softmax_scale)
 
     def make_memory(self, margin: int) -> Memory:
-        return Keys(EVERYTHING, [_past], [0] * self.options.num_heads, margin)
+        return Keys(EVERYTHING, [past], [0] * self.options.num_heads, margin, all_before)
 
-    def attend_kept(self, q, k, v, seen, factors=None):
+    def attend_kept(self, q, k, v, seen, position, factors=None):
         rho = None if self.options.map == "softmax" else self.map
         return attend_kept(q, k, v, seen, self.options.softmax_scale, factors, rho)
 
@@ -97,10 +98,6 @@ class Full(Attention):
         q, k = project.queries(query), project.keys(key)
         rows, q, k, _ = self._begin(q, k, k, key_mask)
         return self.define(q, repeat_heads(k, q.shape[1]), self._call(rows, seed, q.shape[2]), seen)
-
-
-def _past(source: int, i: Tensor, j: Tensor) -> Tensor:
-    return j <= i
 
 
 def sdpa(q, k, v, mask: Tensor | None, *, causal: bool, scale: float, call: Call) -> Tensor:

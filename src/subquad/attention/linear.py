@@ -57,6 +57,14 @@ class KernelAttention(Attention):
     def make_memory(self, margin: int) -> Memory:
         return Sums(margin)
 
+    @property
+    def kept_width(self) -> int:
+        """A tail of features, and the matrix of their sums."""
+        return self.options.head_dim
+
+    def kept_keys(self, n: int) -> float:
+        return float(self.kept_width)
+
     def features_from(
         self, q: Tensor, k: Tensor, real: Tensor | None, position: Tensor, before: Tensor | None
     ) -> Features:

@@ -30,6 +30,9 @@ class Local(PatternAttention):
         window: int = option(128, "how many tokens a query sees, or tokens of a block", ge=1)
         shape: Literal["window", "blocks"] = option("window", "a window that slides, or blocks that do not overlap")
 
+    def kept_keys(self, n: int) -> float:
+        return float(self.options.window)
+
     def make_pattern(self, options: Any) -> Pattern:
         if options.shape == "blocks":
             return Blocks(causal=options.causal, size=options.window)

@@ -27,6 +27,8 @@ from subquad.attention.base import Call, Capabilities
 from subquad.attention.full import drop, sdpa
 from subquad.attention.linear import elu_plus_one
 from subquad.attention.outputs import OutputAttention
+from subquad.attention.states.several import Packed
+from subquad.attention.states.state import Memory
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.linear import kernel_sums
@@ -74,11 +76,24 @@ class Luna(OutputAttention):
 
     def _packing(self, scores: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """c of the docstring, 0 at padding, and t."""
-        soft = self.options.activation == "softplus"
-        pack = F.softplus(scores, beta=math.log(2)) if soft else elu_plus_one(scores)
+        pack = self._activated(scores)
         if call.key_mask is None:
             return pack, torch.arange(1, scores.shape[2] + 1, device=scores.device).view(1, 1, -1, 1)
         return pack * call.key_mask[:, None, :, None], call.key_mask.cumsum(1).clamp(min=1)[:, None, :, None]
+
+    def _activated(self, scores: Tensor) -> Tensor:
+        soft = self.options.activation == "softplus"
+        return F.softplus(scores, beta=math.log(2)) if soft else elu_plus_one(scores)
+
+    def make_memory(self, margin: int) -> Memory:
+        return Packed(margin)
+
+    def kept_keys(self, n: int) -> float:
+        return float(2 * self.options.memory)
+
+    def packing(self, k: Tensor) -> Tensor:
+        """c of new keys (B, H, t, d): (B, H, t, l)."""
+        return self._activated(k @ self.memory.to(k.dtype).mT * self.options.softmax_scale)
 
     def define_output(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         scale, memory = self.options.softmax_scale, self.memory.to(q.dtype)

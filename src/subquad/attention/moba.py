@@ -16,10 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call, Capabilities
+from subquad.attention.base import Attention, Call, Capabilities, repeat_heads
 from subquad.attention.full import drop_keys, masked_map
+from subquad.attention.states.chosen import Chosen
+from subquad.attention.states.state import Memory
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.pools import span_pool, spans_with_members
@@ -68,6 +71,25 @@ class MoBA(Attention):
             return chosen
         behind = torch.arange(n, device=q.device) >= call.lengths[:, None]  # (B, n)
         return chosen.masked_fill(behind[:, None, :, None], -1)
+
+    def make_memory(self, margin: int) -> Memory:
+        return Chosen(self.options.num_heads, margin)
+
+    def chosen(self, q: Tensor, k: Tensor, seen: Tensor, position: Tensor) -> Tensor:
+        """Of the keys (B, H, m, d) that are seen, (B, 1, t, m), those of the own block and of the best ones."""
+        size, work, m = self.options.block, torch.promote_types(q.dtype, torch.float32), k.shape[2]
+        own = position // size  # (B, t)
+        real = F.pad(seen.any(2)[:, 0], (0, -m % size)).unflatten(1, (-1, size))[:, None]  # (B, 1, N, s)
+        keys = F.pad(k.detach().to(work), (0, 0, 0, -m % size)).unflatten(2, (-1, size))  # (B, H, N, s, d)
+        count = real.sum(-1, keepdim=True)  # (B, 1, N, 1)
+        means = repeat_heads((keys * real[..., None]).sum(3) / count.clamp(min=1), q.shape[1])
+        block = torch.arange(means.shape[2], device=q.device)
+        allowed = (block < own[:, None, :, None]) & (count[..., 0] > 0)[:, :, None]  # (B, 1, t, N)
+        gate = (q.detach().to(work) @ means.mT).masked_fill(~allowed, -torch.inf)  # (B, H, t, N)
+        best = gate.topk(min(self.options.topk - 1, len(block)), -1)
+        picked = torch.zeros_like(gate, dtype=torch.bool).scatter(-1, best.indices, best.values > -torch.inf)
+        picked = picked | (block == own[:, None, :, None])
+        return seen & picked.repeat_interleave(size, -1)[..., :m]
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         (b, h, n, _), size = q.shape, self.options.block

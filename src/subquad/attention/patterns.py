@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any, ClassVar, Literal
 
@@ -176,13 +177,15 @@ class PatternAttention(Attention):
         families = [None if f == UNION else f for f in self._families()]
         used = list(dict.fromkeys(families))
         kept = self.pattern.kept(used, margin)
-        sees = [_Sees(self.pattern, family) for family in used]
+        sees = [FamilySees(self.pattern, family) for family in used]
         heads = [used.index(family) for family in families]
         heads = heads * self.options.num_heads if len(heads) == 1 else heads
-        memory = NamedKeys if kept == EVERYTHING else Keys
-        return memory(kept, sees, heads, margin)
+        if kept == EVERYTHING:
+            return NamedKeys(kept, sees, heads, margin)
+        ranges = partial(self.pattern.ranges, used) if len(used) == 1 else None
+        return Keys(kept, sees, heads, margin, ranges, self.pattern.begin)
 
-    def attend_kept(self, q, k, v, seen, factors=None):
+    def attend_kept(self, q, k, v, seen, position, factors=None):
         rho = None if self.options.map == "softmax" else self.map_of_heads
         return attend_kept(q, k, v, seen, self.options.softmax_scale, factors, rho)
 
@@ -202,7 +205,7 @@ class PatternAttention(Attention):
         return torch.stack([masks[f] for f in self._families()])
 
 
-class _Sees:
+class FamilySees:
     """The definition of a family, as streaming asks for it; a class, so that a state can be pickled."""
 
     def __init__(self, pattern: Pattern, family: int | None) -> None:
@@ -272,6 +275,9 @@ class Fixed(PatternAttention):
         w: int | None = option(None, "length of a segment; None = ⌈√n⌉", ge=1)
         close: bool = option(False, "make the last token a summary token too")
 
+    def kept_keys(self, n: int) -> float:
+        return self.sized(n).w + n / self.sized(n).w
+
 
 class Star(PatternAttention):
     __doc__ = patterns.Star.__doc__
@@ -287,6 +293,9 @@ class Star(PatternAttention):
     class Options(PatternOptions):
         w: int = option(8, "neighbours on each side", ge=1)
         relay: Literal["last", "first"] = option("last", "where the relay token stands")
+
+    def kept_keys(self, n: int) -> float:
+        return self.options.w + 1.0
 
 
 class Random(PatternAttention):
@@ -320,6 +329,9 @@ class Longformer(PatternAttention):
     class Options(PatternOptions):
         window: int = option(128, "width of the window, half to each side", ge=1)
         global_tokens: int = option(0, "that many first tokens see and are seen by all", ge=0)
+
+    def kept_keys(self, n: int) -> float:
+        return self.options.window / 2 + self.options.global_tokens
 
 
 class BigBird(PatternAttention):

@@ -58,6 +58,10 @@ class Performer(KernelAttention):
         width = self.options.head_dim
         return self.options.features or max(1, int(width * math.log(width)))
 
+    @property
+    def kept_width(self) -> int:
+        return self.num_features
+
     def redraw(self, seed: int) -> None:
         """New random features, in place."""
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:

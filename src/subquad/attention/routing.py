@@ -27,7 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call, Record
+from subquad.attention.base import Attention, Call, Record, repeat_heads
+from subquad.attention.states.chosen import Labelled
+from subquad.attention.states.state import Memory
 from subquad.core.options import Options, option
 from subquad.kernels.clusters import cluster_attention
 from subquad.probability import probability_map
@@ -140,6 +142,14 @@ class Routing(Attention):
             a, b, c = (x.flatten(0, 1).contiguous() for x in (q, k, v))  # (B·H, n, d)
             out = self.combine(a, b, c, self._clusters(cluster, call), call)
         return out.unflatten(0, q.shape[:2]).to(kind), record
+
+    def make_memory(self, margin: int) -> Memory:
+        return Labelled(self.options.num_heads, margin)
+
+    def labels(self, q: Tensor, k: Tensor) -> Tensor:
+        """The clusters of new tokens, (B, H, t, 1)."""
+        work = torch.promote_types(q.dtype, torch.float32)
+        return self.assign(q.to(work), repeat_heads(k, q.shape[1]).to(work), Call())[..., None]
 
     def combine(self, q: Tensor, k: Tensor, v: Tensor, clusters: Clusters, call: Call) -> Tensor:
         """q, k, v (B·H, n, d) → (B·H, n, d)."""

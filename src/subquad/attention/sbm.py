@@ -30,6 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Call, Capabilities, Record, draw_seed
+from subquad.attention.states.graphs import Graphs
+from subquad.attention.states.state import Memory
 from subquad.core.options import Options, option
 from subquad.kernels.graphs import graph_attention
 from subquad.kernels.graphs.reference import gated_weights, settled_to_zero
@@ -158,6 +160,13 @@ class Sbm(Attention):
     def _mask(self, w: Tensor, z: Tensor, call: Call) -> Tensor:
         drawn = sample(w, z, _seed(call), call.key_mask, self.rules(call.training, -1.0))
         return unpack_mask(drawn.mask, (*w.shape[:3], z.shape[2]))
+
+    def make_memory(self, margin: int) -> Memory:
+        return Graphs()
+
+    @property
+    def kept_width(self) -> int:
+        return self.options.head_dim + self.options.clusters
 
     # ---- for pictures and counts ----
 

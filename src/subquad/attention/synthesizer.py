@@ -21,12 +21,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call, Capabilities
+from subquad.attention.base import Attention, Call, Capabilities, repeat_heads
 from subquad.attention.full import drop
 from subquad.attention.linear import refuse_scale
 from subquad.attention.outputs import as_queries_are, within_rows
+from subquad.attention.states.chosen import past
+from subquad.attention.states.keys import Keys
+from subquad.attention.states.state import Memory
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
+from subquad.supports.kept import EVERYTHING
 
 
 class Synthesizer(Attention):
@@ -82,12 +86,34 @@ class Synthesizer(Attention):
             return self.table[:, :n, :n].to(q.dtype).expand(len(q), -1, -1, -1)
         if variant == "factorised-random":
             return (self.left[:, :n] @ self.right[:, :n].mT).to(q.dtype).expand(len(q), -1, -1, -1)
+        return self._made(q, n)
+
+    def _made(self, q: Tensor, n: int) -> Tensor:
+        """The first n columns of what is made from queries (B, H, t, d)."""
+        variant = self.options.variant
         rows = slice(0, n) if variant == "dense" else slice(None)
         made = q.relu() @ self.weight[:, rows].to(q.dtype).mT + self.bias[:, None, rows].to(q.dtype)
         if variant == "dense":
             return made
         short, long = made.split((self.short, self.long), -1)  # A (B, H, n, a), C (B, H, n, c)
         return (long[..., None] * short[..., None, :]).flatten(-2)[..., :n]
+
+    def make_memory(self, margin: int) -> Memory:
+        return Keys(EVERYTHING, [past], [0] * self.options.num_heads, margin)
+
+    maps_by_softmax = False  # of scores that are made
+
+    def attend_kept(self, q, k, v, seen, position, factors=None):
+        work, m, o = torch.promote_types(q.dtype, torch.float32), k.shape[2], self.options
+        if o.variant == "random":
+            scores = self.table[:, position, :m].movedim(0, 1).to(work)  # (B, H, t, m)
+        elif o.variant == "factorised-random":
+            scores = (self.left[:, position].movedim(0, 1) @ self.right[:, :m].mT).to(work)
+        else:
+            scores = self._made(q.to(work), m)
+        weights = _softmax(scores, seen)
+        weights = weights if factors is None else weights * factors
+        return as_queries_are(weights @ repeat_heads(v.to(work), q.shape[1]), q).to(q.dtype)
 
     def _seen(self, n: int, call: Call, device: torch.device) -> Tensor | None:
         past = torch.ones(n, n, dtype=torch.bool, device=device).tril() if self.options.causal else None

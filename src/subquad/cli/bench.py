@@ -46,6 +46,11 @@ def bench(
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    decode: Annotated[
+        bool,
+        typer.Option("--decode", help="Measure streaming: one decode step after n tokens, the state, and the prefill."),
+    ] = False,
+    chunk: Annotated[int, typer.Option(min=1, help="With --decode: tokens of a chunk of the prefill.")] = 1024,
     repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time counts.")] = 3,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file, updated as they come.")
@@ -58,6 +63,8 @@ def bench(
 
     Mechanisms on q, k, v are compared with torch's scaled_dot_product_attention with the same causal flag;
     mechanisms of whole layers are measured with their projections and compared with a layer of full attention.
+
+    With --decode, one token after n others is measured against full attention over a preallocated key/value cache.
     """
     lengths = parse_lengths(n)
     for path in (json, png):
@@ -66,6 +73,15 @@ def bench(
         check_name(spec)
     from subquad.bench import Setting
 
+    if decode:
+        if backward or png is not None:
+            raise typer.BadParameter("--decode does not go with --backward or --png")
+        from subquad.cli.decode import decode_bench
+
+        decode_bench(
+            specs, lengths, Setting(batch=batch, heads=heads, head_dim=head_dim, causal=True), repeats, chunk, json
+        )
+        return
     setting = Setting(batch=batch, heads=heads, head_dim=head_dim, causal=causal, backward=backward)
     rows = _run(specs, lengths, setting, repeats, json)
     console = out()

@@ -48,6 +48,15 @@ class Kept(NamedTuple):
         entry = (self.start + slot * self.step).expand(len(count), slots)
         return torch.where(entry <= newest, entry, -1)
 
+    def slices(self, entries: range) -> list[slice]:
+        """The slots of a run of entries that it holds: one slice, or two where a ring comes round."""
+        if not entries:
+            return []
+        if not self.ring:
+            return [slice((entries[0] - self.start) // self.step, (entries[-1] - self.start) // self.step + 1)]
+        first, stop = entries[0] % self.size, entries[-1] % self.size + 1
+        return [slice(first, stop)] if first < stop else [slice(first, self.size), slice(0, stop)]
+
     def used(self, count: int) -> int:
         """How many slots `count` entries fill."""
         wanted = count if self.ring else max(0, -(-(count - self.start) // self.step))
@@ -64,3 +73,5 @@ def first_ones(size: int) -> Kept:
 
 
 EVERYTHING = (Kept(),)
+
+Ranges = list[tuple[int, range]]  # what one query sees: runs of entries, each with the number of its row of slots

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.supports.kept import Kept
+from subquad.supports.kept import Kept, Ranges
 from subquad.supports.support import GivenSupport, Support, parse
 
 POOLED = -1  # Group.query_position: the local query is the pool of the members' queries
@@ -104,6 +104,14 @@ class Partition(Support):
 
     def kept(self, margin: int) -> tuple[Kept, ...] | None:
         """Which tokens and summaries queries can still name, `margin` tokens more; None = streaming keeps all."""
+        return None
+
+    def ranges(self, i: int) -> Ranges | None:
+        """What a query at i sees of `kept`, as runs of entries; None where it has no such form."""
+        return None
+
+    def begin(self, i: int) -> int | None:
+        """Where the plan "from:a" for queries from i on begins, after a whole spans; None = it has none."""
         return None
 
     def sees(self, source: int, i: Tensor, entry: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from subquad.core.numbers import root, triangle
-from subquad.supports.kept import EVERYTHING, Kept, first_ones, recent
+from subquad.supports.kept import EVERYTHING, Kept, Ranges, first_ones, recent
 from subquad.supports.parts import FAR, Grid, Part, Plan, columns, diagonal, make_plan, rows_to_keys, selves, windows
 from subquad.supports.support import GivenSupport, Support
 
@@ -68,6 +68,16 @@ class Pattern(Support):
     def kept(self, families: Collection[int | None], margin: int) -> tuple[Kept, ...]:
         """Which keys queries of these families can still name; `margin` tokens more, so that they can be taken back."""
         return EVERYTHING
+
+    def ranges(self, families: Collection[int | None], i: int) -> Ranges | None:
+        """What a query at i sees of `kept(families)`, as runs; None where it has no such form."""
+        return None
+
+    def begin(self, i: int) -> int | None:
+        """The first of the recent tokens that queries from i on see, where these and the first ones, put together, are
+        a sequence with the same pattern; None where they are not.
+        """
+        return None
 
     def sees(self, family: int | None, i: Tensor, j: Tensor) -> Tensor:
         """The definition for the positions of a causal pattern, which know of no length: is j in A_i?"""
@@ -183,6 +193,9 @@ class Strided(Pattern):
     def kept(self, families, margin):
         return (recent(self.reach(0)[1], margin),) if set(families) == {0} else EVERYTHING
 
+    def ranges(self, families, i):
+        return [(0, range(max(0, i - self.reach(0)[1]), i + 1))] if set(families) == {0} else None
+
     def named(self, family, i):
         w, left, _ = self.reach(0)
         near = np.arange(left + 1)  # distances
@@ -235,6 +248,13 @@ class Fixed(Pattern):
         near = recent(0 if set(families) == {1} else self.w - 1, margin)
         return (near,) if set(families) == {0} else (Kept(start=self.w - 1, step=self.w), near)
 
+    def ranges(self, families, i):
+        w, first = self.w, i // self.w * self.w
+        if set(families) == {0}:
+            return [(0, range(first, i + 1))]
+        stop = i + 1 if i % w < w - 1 else i  # the last token of a segment is a summary token
+        return [(0, range(w - 1, i + 1, w)), (1, range(i if set(families) == {1} else first, stop))]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Star(Pattern):
@@ -278,6 +298,12 @@ class Star(Pattern):
         near = recent(self.w, margin)
         return (first_ones(1), near) if self.relay == "first" else (near,)
 
+    def ranges(self, families, i):
+        return _window_ranges(i, self.w, int(self.relay == "first"))
+
+    def begin(self, i):
+        return i - self.w if i - self.w >= 1 else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Longformer(Pattern):
@@ -302,6 +328,19 @@ class Longformer(Pattern):
         near = recent(-(-self.window // 2), margin)
         return (first_ones(self.global_tokens), near) if self.global_tokens else (near,)
 
+    def ranges(self, families, i):
+        return _window_ranges(i, -(-self.window // 2), self.global_tokens)
+
+    def begin(self, i):
+        first = i - -(-self.window // 2)
+        return first if first >= self.global_tokens else None
+
+
+def _window_ranges(i: int, left: int, first: int) -> Ranges:
+    """Of the `first` tokens and the last ones."""
+    near = range(max(first, i - left), i + 1)
+    return [(0, range(min(first, i + 1))), (1, near)] if first else [(0, near)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Pattern):
@@ -317,6 +356,12 @@ class Blocks(Pattern):
 
     def kept(self, families, margin):
         return (recent(self.size - 1, margin),)
+
+    def ranges(self, families, i):
+        return [(0, range(i // self.size * self.size, i + 1))]
+
+    def begin(self, i):
+        return i // self.size * self.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +389,9 @@ class Axial(Pattern):
 
     def kept(self, families, margin):
         return (recent(self.cols - 1, margin),) if set(families) == {0} else EVERYTHING
+
+    def ranges(self, families, i):
+        return [(0, range(i // self.cols * self.cols, i + 1))] if set(families) == {0} else None
 
     def named(self, family, i):
         c = self.cols

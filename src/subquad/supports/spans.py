@@ -76,13 +76,26 @@ class Fixed(Partition):
         return (GroupSet("spans", self.span),)
 
     def plan(self, n, which):
-        return Tree(causal=self.causal, span=self.span, depth=1).plan(n, which)
+        """ "from:a" is "main" for n causal tokens that a complete spans stand before; these are the first summaries."""
+        if not which.startswith("from:"):
+            return Tree(causal=self.causal, span=self.span, depth=1).plan(n, which)
+        s, before = self.span, int(which.removeprefix("from:"))
+        inside = n // s  # complete spans among the n tokens
+        new = range(before, before + inside), range(s - 1, s * inside, s)
+        parts = diagonal(0, n, s, causal=True) + rows_to_keys(range(n), range(before), source=1)
+        return make_plan(parts + rows_to_keys(range(n), new[0], positions=new[1], source=1, hi=-1), n)
 
     def kept(self, margin):
         return Tree(causal=self.causal, span=self.span, depth=1).kept(margin)
 
     def sees(self, source, i, entry):
         return Tree(causal=self.causal, span=self.span, depth=1).sees(source, i, entry)
+
+    def ranges(self, i):
+        return Tree(causal=self.causal, span=self.span, depth=1).ranges(i)
+
+    def begin(self, i):
+        return i // self.span * self.span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +135,8 @@ class Window(Partition):
     def plan(self, n, which):
         s, w, causal = self.span, self.window, self.causal
         assert s is not None
+        if which.startswith("from:"):
+            return self._continued(n, int(which.removeprefix("from:")))
         if which != "main":
             return span_members(n, s, self.sinks)
         rule = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0 if causal else w - 1, "past": causal}
@@ -143,6 +158,25 @@ class Window(Partition):
         near = recent(self.window + self.span - 2, margin)
         sinks = (first_ones(self.sinks),) if self.sinks else ()
         return (*sinks, near, Kept(1, unit=self.span))
+
+    def _continued(self, n: int, before: int) -> Plan:
+        """ "from:a" is "main" for n causal tokens that a spans stand before, the sinks among them: sources 1 and 2."""
+        s, w = self.span, self.window
+        rule = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0, "past": True}
+        reach = windows(0, n, w + s - 2, 0, block=-(-window_block(w) // s) * s)
+        spans = range(self.sinks // s, before + n // s)
+        ends = range(s * (spans.start + 1 - before) - 1, s * (spans.stop - before), s)  # counted from the first token
+        parts = [replace(p, **rule) for p in reach] + rows_to_keys(range(n), range(self.sinks), source=2)
+        return make_plan(parts + rows_to_keys(range(n), spans, positions=ends, source=1, hi=-w), n)
+
+    def ranges(self, i):
+        near = max(self.begin(i), self.sinks)
+        runs = [range(min(self.sinks, i + 1))] if self.sinks else []
+        runs += [range(near, i + 1), range(self.sinks // self.span, self.begin(i) // self.span)]
+        return list(enumerate(runs))
+
+    def begin(self, i):
+        return max(0, (i - self.window + 1) // self.span * self.span)
 
     def sees(self, source, i, entry):
         s = self.span
@@ -223,6 +257,14 @@ class Tree(Partition):
             return (entry <= i) & (entry >= i // parent * parent)
         seen = entry < i // size
         return seen if source == self.depth else seen & (entry * size >= i // parent * parent)
+
+    def ranges(self, i):
+        s, runs = self.span, [range(i // self.span * self.span, i + 1)]
+        for level in range(1, self.depth + 1):
+            size = s**level
+            first = 0 if level == self.depth else i // (size * s) * s
+            runs.append(range(first, i // size))
+        return list(enumerate(runs))
 
     def _inside(self, n: int, s: int, level: int) -> list[Part]:
         """Level t < depth: each block of s^(t+1) queries sees the s summaries inside it, except the own one.

@@ -38,6 +38,12 @@ from subquad.testing.masking import (
     padded_row_equals_alone,
     padding_is_invisible,
 )
+from subquad.testing.streaming import (
+    state_grows_as_declared,
+    state_is_a_value,
+    streaming_refuses_bad_input,
+    streams_in_any_split,
+)
 
 __all__ = ["CHECKS", "ContractError", "cases", "check_attention", "parametrize_with_checks", "run_check"]
 
@@ -65,6 +71,10 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         dropout_is_fair,
         grows_as_declared,
         bad_input_is_refused,
+        streams_in_any_split,
+        state_is_a_value,
+        state_grows_as_declared,
+        streaming_refuses_bad_input,
     )
 }
 
@@ -79,6 +89,9 @@ ONCE = {
     "grows_as_declared",
     "leaves_no_trace",
     "no_state_between_calls",
+    "state_grows_as_declared",
+    "state_is_a_value",
+    "streaming_refuses_bad_input",
 }
 
 

@@ -34,6 +34,20 @@ def attend_kept(
     return ((weights if factors is None else weights * factors) @ v).to(kind)
 
 
+def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: list[slice], scale: float) -> Tensor:
+    """The same for queries (B, H, 1, d) that all see these runs of slots, softmax alone."""
+    kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    first, stop = min(run.start for run in runs), max(run.stop for run in runs)
+    q, k, v = q.to(work), k[:, :, first:stop].to(work), v[:, :, first:stop].to(work)
+    mask = None
+    if sum(run.stop - run.start for run in runs) < stop - first:
+        mask = torch.full((1, 1, 1, stop - first), -torch.inf, dtype=work, device=q.device)
+        for run in runs:
+            mask[..., run.start - first : run.stop - first].zero_()
+    grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    return _lost(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **grouped), q).to(kind)
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
     grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
     compiling = torch.compiler.is_compiling()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +35,7 @@ def start(module: Attention, batch_size: int, device: Any, dtype: Any, seed: Ten
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point dtype, not {dtype!r}")
     zero = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    return State(name, module.make_memory(max(LEAST, rollback)), zero, zero, seed, rollback, dtype)
+    return State(name, module.make_memory(max(LEAST, rollback)), zero, zero, seed, rollback, dtype, even=0)
 
 
 def extend(
@@ -52,8 +51,13 @@ def extend(
 
 def extended(state: State, chunk: Chunk, buffers: dict[str, Tensor]) -> State:
     length = state.length + chunk.added
-    heads = chunk.k.shape[1]
-    return replace(state, length=length, high=state.high.maximum(length), key_heads=heads, buffers=buffers)
+    even = None
+    if not torch.compiler.is_compiling() and state.even is not None and chunk.real is None:
+        even = state.even + chunk.q.shape[2]
+    high, heads = state.high.maximum(length), chunk.k.shape[1]
+    return State(
+        state.mechanism, state.memory, length, high, state.seed, state.rollback, state.dtype, heads, even, buffers
+    )
 
 
 def check_state(module: Attention, state: Any, x: Tensor) -> None:
@@ -84,7 +88,8 @@ def check_length(module: Attention, state: State, chunk: Chunk) -> None:
     longest = module.options.max_length
     if longest is None or torch.compiler.is_compiling():
         return
-    wanted = int((state.length + chunk.added).max())
+    even = state.even is not None and chunk.real is None
+    wanted = state.even + chunk.q.shape[2] if even else int((state.length + chunk.added).max())
     if wanted > longest:
         raise ValueError(
             f"{module.name}: the state has {int(state.length.max())} positions, {chunk.q.shape[2]} more are beyond "
@@ -102,8 +107,8 @@ def arranged(state: State, tokens: tuple[Tensor, ...], key_mask: Tensor | None) 
     """
     t = tokens[0].shape[2]
     place = torch.arange(t, device=state.device)
-    position = state.length[:, None] + place  # (B, t)
-    if key_mask is None:
+    position = state.length[:, None] + place if t > 1 else state.length[:, None]  # (B, t)
+    if key_mask is None or (not torch.compiler.is_compiling() and bool(key_mask.all())):
         return Chunk(*tokens, position, None, None, torch.full_like(state.length[:1], t)), None
     first = torch.where(key_mask, place, t).amin(1)  # (B,): padded slots before the first real one
     shift = torch.where(state.length == 0, first, 0)

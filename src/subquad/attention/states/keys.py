@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from subquad.attention.states.attending import attend_runs
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, write
 from subquad.core.hashing import dropout_factors
-from subquad.supports.kept import Kept
+from subquad.supports.kept import Kept, Ranges
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -30,26 +31,35 @@ class Keys(Memory):
 
     growth = "the keys that are still named"
 
-    def __init__(self, kept: Sequence[Kept], sees: Sequence[Sees], families: Sequence[int], margin: int) -> None:
+    def __init__(
+        self,
+        kept: Sequence[Kept],
+        sees: Sequence[Sees],
+        families: Sequence[int],
+        margin: int,
+        ranges: Callable[[int], Ranges | None] | None = None,
+        begin: Callable[[int], int | None] | None = None,
+    ) -> None:
         # what grows stands last, so that nothing moves when it does
         self.kept = tuple(sorted(kept, key=lambda one: one.size == 0))
         self.order = tuple(self.kept.index(one) for one in kept)  # who holds a token first
         self.sees, self.families, self.margin = tuple(sees), tuple(families), margin
+        self.ranges = None if ranges is None or ranges(0) is None else ranges  # what one query sees, as runs
+        self.begin = begin  # the first recent token that queries from i on see
+        self.offsets = [sum(one.size for one in self.kept[:index]) for index in range(len(self.kept))]  # in the buffers
         self.compact = all(one.size or one.unit > 1 or one.step > 1 for one in kept)
 
     # ---- slots ----
 
-    def starts(self) -> list[int]:
-        """Where each row of slots begins."""
-        return [sum(one.size for one in self.kept[:index]) for index in range(len(self.kept))]
-
     def slots_for(self, n: int) -> int:
         """Slots that rows of up to n tokens fill."""
         last = self.kept[-1]
-        return self.starts()[-1] + (last.size or last.used(n // last.unit))
+        return self.offsets[-1] + (last.size or last.used(n // last.unit))
 
     def reserve(self, buffers: Buffers, length: int) -> Buffers:
         wanted = self.slots_for(length) + 1
+        if not buffers or buffers["k"].shape[2] >= wanted:
+            return buffers
         return {
             name: grown(x, wanted, x.dim() // 2) if name in ("k", "v", "real") else x for name, x in buffers.items()
         }
@@ -74,12 +84,16 @@ class Keys(Memory):
     # ---- a chunk ----
 
     def extend(self, module: Attention, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
-        t, step = chunk.q.shape[2], self.margin
+        t, step, even = chunk.q.shape[2], self.margin, self._even(module, chunk, state)
         buffers, length = dict(state.buffers), state.length
         if not buffers:
             buffers = self.empty(chunk)
             if t > step:
                 return self._whole(module, chunk, buffers, state.seed)
+        if t == 1 and even is not None and self.ranges is not None:
+            return self._one(module, chunk, buffers, length, even)
+        if t > step and self.has_fast_path(module, chunk, state):
+            return self.continued(module, chunk, buffers, int(length[0]))
         outs = []
         for first in range(0, t, step):
             piece = chunk if t <= step else chunk.part(first, first + step)
@@ -87,16 +101,92 @@ class Keys(Memory):
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
 
+    # ---- rows of equal length, without padding and without gradients ----
+
+    @staticmethod
+    def _even(module: Any, chunk: Chunk, state: State) -> int | None:
+        """The length of all rows, where what is new can be written in place and read in slices."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or chunk.real is not None:
+            return None
+        plain = not (module.training and module.options.dropout) and module.maps_by_softmax
+        return state.even if plain else None
+
+    def write_run(self, chunk: Chunk, buffers: Buffers, first: int) -> Buffers:
+        """The tokens from position `first` on, written into their slots in slices."""
+        stop = first + chunk.q.shape[2]
+        buffers = self.reserve(buffers, stop)
+        for one, start in zip(self.kept, self.offsets, strict=True):
+            if one.source:
+                continue
+            begin, end = first, stop
+            if one.ring:
+                begin = max(first, stop - one.size)
+            elif one.step > 1 or one.size:
+                begin = max(one.start, one.start - (one.start - first) // one.step * one.step)
+                end = min(stop, one.start + one.size * one.step) if one.size else stop
+            taken = range(begin, end, one.step)
+            at = begin
+            for own in one.slices(taken):
+                many = own.stop - own.start
+                for name, x in (("k", chunk.k), ("v", chunk.v)):
+                    new = x[:, :, at - first : at - first + (many - 1) * one.step + 1 : one.step]
+                    buffers[name][:, :, start + own.start : start + own.stop] = new
+                buffers["real"][:, start + own.start : start + own.stop] = True
+                at += many * one.step
+        return buffers
+
+    def _one(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, i: int) -> tuple[Tensor, Buffers]:
+        """One token per row at position i: what it sees are a few runs of slots."""
+        buffers = self.written_run(module, chunk, buffers, length, i)
+        assert self.ranges is not None
+        runs = []
+        for number, entries in self.ranges(i) or []:
+            index = self.order[number]
+            start = self.offsets[index]
+            runs += [slice(start + own.start, start + own.stop) for own in self.kept[index].slices(entries)]
+        return attend_runs(chunk.q, buffers["k"], buffers["v"], runs, module.options.softmax_scale), buffers
+
+    def written_run(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, first: int) -> Buffers:
+        return self.write_run(chunk, buffers, first)
+
+    def has_fast_path(self, module: Any, chunk: Chunk, state: State) -> bool:
+        """Can a long chunk go on from here through the kernels? Else it goes on a few tokens at a time."""
+        if self.begin is None or chunk.real is not None or torch.compiler.is_compiling() or module.is_random:
+            return False
+        begin = self.begin(int(state.length[0]))
+        return begin is not None and bool((state.length == state.length[0]).all())
+
+    def continued(self, module: Any, chunk: Chunk, buffers: Buffers, length: int) -> tuple[Tensor, Buffers]:
+        """As one call does it for a sequence of what is kept and still seen, and the new tokens."""
+        assert self.begin is not None
+        begin = self.begin(length)
+        slots = [torch.arange(0)]
+        for one, start in zip(self.kept, self.offsets, strict=True):
+            entries = range(begin, length) if one.ring else range(min(one.size, length))
+            slots += [torch.arange(start + own.start, start + own.stop) for own in one.slices(entries)]
+        place = torch.cat(slots).to(chunk.q.device)
+        k, v = (torch.cat((buffers[name][:, :, place], x), 2) for name, x in (("k", chunk.k), ("v", chunk.v)))
+        q = torch.cat((torch.zeros_like(chunk.q[:, :, :1]).expand(-1, -1, len(place), -1), chunk.q), 2)
+        real = torch.cat((buffers["real"][:, place], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
+        after = torch.full_like(chunk.position[:, 0], q.shape[2])
+        out = module.attend_aligned(q, k, v, None if bool(real.all()) else real, after, None)
+        before = chunk.position[:, 0]
+        if torch.is_grad_enabled():
+            return out[:, :, len(place) :], self._written(module, chunk, buffers, before, before + chunk.added)
+        return out[:, :, len(place) :], self.write_run(chunk, buffers, length)
+
     def empty(self, chunk: Chunk) -> Buffers:
-        slots = self.starts()[-1] + (self.kept[-1].size or FIRST) + 1
+        slots = self.offsets[-1] + (self.kept[-1].size or FIRST) + 1
         k, v = (x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (chunk.k, chunk.v))
-        return {"k": k, "v": v, "real": torch.zeros(k.shape[0], slots, dtype=torch.bool, device=k.device)}
+        return {"k": k, "v": v, "real": torch.ones(k.shape[0], slots, dtype=torch.bool, device=k.device)}
 
     def _whole(self, module: Attention, chunk: Chunk, buffers: Buffers, seed: Tensor | None) -> tuple[Tensor, Buffers]:
         """The first tokens, many of them: the mechanism's fast path, and what is kept of them."""
         length = torch.zeros_like(chunk.position[:, 0]) + chunk.added
         real = chunk.real if chunk.here is None or chunk.real is None else chunk.real & chunk.here
         out = module.attend_aligned(chunk.q, chunk.k, chunk.v, real, length, seed)
+        if real is None and not torch.is_grad_enabled():
+            return out, self.written_run(module, chunk, buffers, torch.zeros_like(length), 0)
         return out, self._written(module, chunk, buffers, torch.zeros_like(length), length)
 
     def _step(
@@ -104,7 +194,7 @@ class Keys(Memory):
     ) -> tuple[Tensor, Buffers, Tensor]:
         after = length + chunk.added
         buffers = self._written(module, chunk, buffers, length, after)
-        used = buffers["k"].shape[2] - 1 if torch.compiler.is_compiling() else self.slots_for(int(after.max()))
+        used = self._used(buffers, after)
         entries = self._entries(after, used)
         seen = self._seen(chunk.position, entries) & buffers["real"][:, None, None, :used]  # (B, H or 1, t, m)
         out = self._attend(module, chunk, buffers, used, seen, entries, seed)
@@ -116,7 +206,7 @@ class Keys(Memory):
             buffers = self.reserve(buffers, int(after.max()))
         trash = buffers["k"].shape[2] - 1
         real = chunk.real if chunk.real is not None else torch.ones_like(chunk.position, dtype=torch.bool)
-        for one, start, mine in zip(self.kept, self.starts(), self._holder(chunk.position), strict=True):
+        for one, start, mine in zip(self.kept, self.offsets, self._holder(chunk.position), strict=True):
             if one.source:
                 continue
             if one.ring:  # it has everything, for the summaries; of more than it holds the last
@@ -127,12 +217,20 @@ class Keys(Memory):
                 buffers[name] = write(buffers[name], slot, x.to(buffers[name].dtype))
         return buffers
 
+    def _used(self, buffers: Buffers, after: Tensor) -> int:
+        return buffers["k"].shape[2] - 1 if torch.compiler.is_compiling() else self.slots_for(int(after.max()))
+
     # ---- who sees what ----
+
+    def seen(self, chunk: Chunk, buffers: Buffers, after: Tensor) -> Tensor:
+        """Which slots the new queries see, bool (B, H or 1, t, slots)."""
+        used = self._used(buffers, after)
+        return self._seen(chunk.position, self._entries(after, used)) & buffers["real"][:, None, None, :used]
 
     def _entries(self, after: Tensor, used: int) -> list[Tensor]:
         """What the slots of each row hold, (B, slots), -1 = nothing that counts."""
         found = []
-        for one, start in zip(self.kept, self.starts(), strict=True):
+        for one, start in zip(self.kept, self.offsets, strict=True):
             found.append(one.entries(after // one.unit, one.size or max(0, used - start)))
         for index in self.order[1:]:
             if self.kept[index].source == 0:
@@ -163,7 +261,7 @@ class Keys(Memory):
                 [e + one.source * SOURCE for one, e in zip(self.kept, entries, strict=True)], -1
             )  # (B, slots)
             factors = factors_of(module, chunk, columns, seed)
-        return module.attend_kept(chunk.q, k, v, seen, factors)
+        return module.attend_kept(chunk.q, k, v, seen, chunk.position, factors)
 
 
 def factors_of(module: Attention, chunk: Chunk, columns: Tensor, seed: Tensor | None) -> Tensor:

@@ -83,6 +83,7 @@ class State:
     rollback: int
     dtype: torch.dtype
     key_heads: int | None = None  # known from the first tokens on
+    even: int | None = None  # the length of all rows, where it is one and nothing was ever padded
     buffers: Buffers = field(default_factory=dict)
 
     @property
@@ -133,7 +134,8 @@ class State:
                 "least, a greater rollback keeps more"
             )
         high = torch.where(wanted > 0, self.high, 0)
-        return replace(self, length=wanted, high=high)
+        even = min(self.even, length) if isinstance(length, int) and self.even is not None else None
+        return replace(self, length=wanted, high=high, even=even)
 
     def _wanted(self, length: int | Tensor) -> Tensor:
         if isinstance(length, bool) or not isinstance(length, (int, Tensor)):
@@ -191,4 +193,5 @@ def grown(buffer: Tensor, wanted: int, dim: int) -> Tensor:
         return buffer
     shape = list(buffer.shape)
     shape[dim] = max(wanted, 2 * have) - have
-    return torch.cat((buffer, buffer.new_zeros(shape)), dim)
+    more = buffer.new_ones(shape) if buffer.dtype == torch.bool else buffer.new_zeros(shape)
+    return torch.cat((buffer, more), dim)  # nothing is padding until it is written

@@ -15,6 +15,7 @@ from torch import Tensor
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Buffers, Chunk, read, write
 from subquad.attention.states.sums import every_head
+from subquad.kernels.merge import merge_attention
 from subquad.supports.kept import Kept
 
 if TYPE_CHECKING:
@@ -35,14 +36,17 @@ class Summaries(Keys):
 
     growth = "s + n/s"
 
-    def __init__(self, kept, sees, heads: int, margin: int, skip: int = 0) -> None:
-        super().__init__(kept, [sees], [0] * heads, margin)
-        self.skip = skip  # that many first tokens are in no span
+    def __init__(self, partition: Any, heads: int, margin: int) -> None:
+        super().__init__(
+            partition.kept(margin), [partition.sees], [0] * heads, margin, partition.ranges, partition.begin
+        )
+        self.partition = partition
+        self.skip = getattr(partition, "sinks", 0)  # that many first tokens are in no span
         self.tokens = next(one for one in self.kept if one.source == 0 and one.ring)
         self.levels = sorted((one for one in self.kept if one.source), key=lambda one: one.source)
 
     def _start(self, one: Kept) -> int:
-        return self.starts()[self.kept.index(one)]
+        return self.offsets[self.kept.index(one)]
 
     def empty(self, chunk: Chunk) -> Buffers:
         buffers = super().empty(_every_head(chunk))
@@ -56,11 +60,29 @@ class Summaries(Keys):
 
     def _written(self, module: Attention, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
         chunk = _every_head(chunk)
-        buffers = super()._written(module, chunk, buffers, length, after)
-        ring = self.tokens
-        mine = chunk.position >= (after - ring.size)[:, None]
-        mine = mine if chunk.here is None else mine & chunk.here
-        buffers["q"] = write(buffers["q"], torch.where(mine, ring.slots(chunk.position), ring.size), chunk.q)
+        buffers = self._tokens_written(module, chunk, buffers, length, after)
+        return self._completed(module, chunk, buffers, length, after)
+
+    def written_run(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, first: int) -> Buffers:
+        """All of it, for rows of equal length."""
+        chunk = _every_head(chunk)
+        buffers = self._run_written(chunk, buffers, first)
+        if (first + chunk.q.shape[2]) // self.levels[0].unit > first // self.levels[0].unit:
+            buffers = self._completed(module, chunk, buffers, length, length + chunk.added)
+        return buffers
+
+    def _run_written(self, chunk: Chunk, buffers: Buffers, first: int) -> Buffers:
+        buffers, ring = self.write_run(chunk, buffers, first), self.tokens
+        stop = first + chunk.q.shape[2]
+        at = max(first, stop - ring.size)
+        for own in ring.slices(range(at, stop)):
+            many = own.stop - own.start
+            buffers["q"][:, :, own] = chunk.q[:, :, at - first : at - first + many]
+            at += many
+        return buffers
+
+    def _completed(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
+        """The buffers with the summaries of what is complete now."""
         below: Summary | None = None
         for one in self.levels:
             first, stop = length // one.unit, after // one.unit  # (B,): blocks that are complete by now
@@ -77,6 +99,54 @@ class Summaries(Keys):
             buffers, below = self._put(buffers, one, block, block < stop[:, None], stop, found), found
         return buffers
 
+    def _tokens_written(self, module, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
+        buffers, ring = super()._written(module, chunk, buffers, length, after), self.tokens
+        mine = chunk.position >= (after - ring.size)[:, None]
+        mine = mine if chunk.here is None else mine & chunk.here
+        buffers["q"] = write(buffers["q"], torch.where(mine, ring.slots(chunk.position), ring.size), chunk.q)
+        return buffers
+
+    # ---- long chunks ----
+
+    def has_fast_path(self, module, chunk, state):
+        """One level of spans, rows of equal length without padding, nothing dropped; sinks lie before the window."""
+        return super().has_fast_path(module, chunk, state) and self.partition.begin(int(state.length[0])) >= self.skip
+
+    def continued(self, module, chunk, buffers, length):
+        """As one call does it, from the first token that is still seen directly: the tokens from there on, the
+        summaries of all spans, and the sinks.
+        """
+        (top,), every, size = self.levels, _every_head(chunk), self.levels[0].unit
+        after = torch.full_like(chunk.position[:, 0], length + chunk.q.shape[2])
+        buffers = self.reserve(buffers, int(after[0]))
+        begin, start = self.partition.begin(length), self._start(self.tokens)
+        ring = self.tokens.slots(torch.arange(begin, length, device=after.device))
+        old = buffers["q"][:, :, ring], *(buffers[name][:, :, ring + start] for name in ("k", "v"))
+        q, k, v = (torch.cat((x, y), 2) for x, y in zip(old, every[:3], strict=True))  # (B, H, r + t, d)
+        real = torch.cat((buffers["real"][:, ring + start], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
+        plain = bool(real.all())
+        first, stop = length // size, int(after[0]) // size  # spans that are complete now
+        if stop > first:
+            own = slice(first * size - begin, stop * size - begin)
+            blocks = [x[:, :, own].unflatten(2, (-1, size)) for x in (q, k, v)]
+            found = of_tokens(module, *blocks, None if plain else real[:, own].unflatten(1, (-1, size)))
+            block = torch.arange(first, stop, device=after.device).expand(len(after), stop - first)
+            buffers = self._put(buffers, top, block, block >= 0, block[:, -1] + 1, found)
+        kept = [slice(self._start(top), self._start(top) + stop)]
+        kept += [slice(0, self.skip)] if self.skip else []  # the first row of slots
+        sources = ([x, *(buffers[name][:, :, own] for own in kept)] for name, x in (("k", k), ("v", v)))
+        valid = [real[:, None], *(buffers["real"][:, None, own] for own in kept)]
+        valid = [None] * len(valid) if all(bool(x.all()) for x in valid) else valid
+        about = {"scale": module.options.softmax_scale, "valid": valid}
+        out = merge_attention(q, *sources, self.partition.text, f"from:{begin // size}", q.shape[2], **about)
+        if torch.is_grad_enabled():
+            buffers = self._tokens_written(module, every, buffers, after - chunk.added, after)
+        else:
+            buffers = self._run_written(every, buffers, length)
+        return out[:, :, length - begin :].to(chunk.q.dtype), buffers
+
+    # ---- summaries ----
+
     def _of_all(self, module: Any, chunk: Chunk, one: Kept, below: Summary | None, many: int) -> Summary:
         """All blocks of a level, from all tokens or all summaries below."""
         branch = one.unit // self._below(one)
@@ -85,6 +155,8 @@ class Summaries(Keys):
             query, key, value = (x[:, :, :cut].unflatten(2, (many, branch)) for x in below[:3])
             return of_summaries(module, query, key, value, below.count[:, :cut].unflatten(1, (many, branch)))
         q, k, v = (x[:, :, :cut].unflatten(2, (many, branch)) for x in (chunk.q, chunk.k, chunk.v))
+        if chunk.real is None and not self.skip:
+            return of_tokens(module, q, k, v, None)
         real = torch.ones_like(chunk.position, dtype=torch.bool) if chunk.real is None else chunk.real
         real = (real & (chunk.position >= self.skip))[:, :cut].unflatten(1, (many, branch))
         return of_tokens(module, q, k, v, real)
@@ -121,15 +193,20 @@ class Summaries(Keys):
         return buffers
 
 
-def of_tokens(module: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Summary:
-    """Blocks of tokens (B, H, c, s, d), real (B, c, s): pooled queries and keys, and what the query finds."""
-    fq, fk = module.abstraction(q, k)
+def of_tokens(module: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Summary:
+    """Blocks of tokens (B, H, c, s, d), real (B, c, s) or all: pooled queries and keys, and what the query finds."""
+    features, scale, pool = module.abstraction(q, k), module.options.softmax_scale, module.abstraction.pool
+    if real is None:
+        query, key = (x.amax(3) if pool == "max" else x.mean(3) for x in features)
+        weights = ((k @ query[..., None])[..., 0] * scale).softmax(-1)  # (B, H, c, s)
+        if module.abstraction.attended:
+            key = (weights[..., None, :] @ features[1])[..., 0, :]
+        count = torch.full((q.shape[0], q.shape[2]), q.shape[3], device=q.device)
+        return Summary(query, key, (weights[..., None, :] @ v)[..., 0, :], count)
     count = real.sum(-1)  # (B, c)
-    share = real.to(q.dtype)
-    query = _pooled(fq, share, count, module.abstraction.pool)
-    scale = module.options.softmax_scale
-    attended = module.abstraction.attended
-    key = _found(query, k, fk, real, scale) if attended else _pooled(fk, share, count, module.abstraction.pool)
+    query, key = (_pooled(x, real.to(q.dtype), count, pool) for x in features)
+    if module.abstraction.attended:
+        key = _found(query, k, features[1], real, scale)
     return Summary(query, key, _found(query, k, v, real, scale), count)
 
 

@@ -1,6 +1,6 @@
 """States of sums: attention whose scores are products of features needs one matrix of all tokens before.
 
-    Σ_{j ≤ i} a_i·b_j e^(s_j - s_i) v_j = a_i·S e^(m - s_i) + the last tokens one by one,     S = Σ_j b_j e^(s_j - m) v_jᵀ
+    Σ_{j ≤ i} a_i·b_j e^(s_j - s_i) v_j = a_i·S e^(m - s_i) + the last tokens one by one,   S = Σ_j b_j e^(s_j - m) v_jᵀ
 
 S has all tokens but the last `margin`; these are kept as they are, so that they can be taken back without subtracting.
 """

@@ -1,0 +1,183 @@
+"""Several memories beside each other: mixtures of mechanisms, and mechanisms that are made of several sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from subquad.attention.states.keys import Keys
+from subquad.attention.states.state import Buffers, Chunk, Memory, State
+from subquad.attention.states.sums import (
+    RunningSum,
+    Terms,
+    dropped,
+    every_head,
+    existing,
+    quotient,
+    whole,
+)
+from subquad.core.hashing import dropout_factors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def inner(buffers: Buffers, name: str) -> Buffers:
+    """The buffers whose names begin with `name`."""
+    return {key.removeprefix(name): x for key, x in buffers.items() if key.startswith(name)}
+
+
+def outer(buffers: Buffers, name: str) -> Buffers:
+    return {name + key: x for key, x in buffers.items()}
+
+
+class Several(Memory):
+    """The components of a mixture, each with a memory of its own; the output is the mean of theirs."""
+
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        self.memories = tuple(memories)
+        self.compact = all(memory.compact for memory in memories)
+        self.growth = " and ".join(dict.fromkeys(memory.growth for memory in memories))
+
+    def _states(self, state: State) -> list[State]:
+        return [
+            replace(state, memory=memory, buffers=inner(state.buffers, f"{m}."))
+            for m, memory in enumerate(self.memories)
+        ]
+
+    def extend(self, module: Any, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
+        buffers: Buffers = {}
+        total = None
+        for m, (component, own) in enumerate(zip(module.components, self._states(state), strict=True)):
+            out, found = own.memory.extend(component, chunk, own)
+            buffers |= outer(found, f"{m}.")
+            total = out if total is None else torch.lerp(total, out, 1 / (m + 1))
+        assert total is not None
+        return total, buffers
+
+    def earliest(self, state: State) -> Tensor:
+        return torch.stack([own.memory.earliest(own) for own in self._states(state)]).amax(0)
+
+    def reserve(self, buffers: Buffers, length: int) -> Buffers:
+        pairs = ((f"{m}.", memory) for m, memory in enumerate(self.memories))
+        found = (outer(memory.reserve(inner(buffers, name), length), name) for name, memory in pairs)
+        return {key: x for one in found for key, x in one.items()}
+
+
+class SumsBeside(Memory):
+    """Running sums, asked a piece of `margin` tokens at a time. A subclass says what they sum and what comes of it."""
+
+    growth, compact = "1", True
+
+    def __init__(self, names: Sequence[str], margin: int) -> None:
+        self.margin = margin
+        self.sums = tuple(RunningSum(name, margin) for name in names)
+
+    def earliest(self, state: State) -> Tensor:
+        if not state.buffers:
+            return torch.zeros_like(state.length)
+        return state.buffers[f"{self.sums[0].name}base"]
+
+    def extend(self, module: Any, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
+        t, buffers, length, outs = chunk.q.shape[2], dict(state.buffers), state.length, []
+        if not buffers:
+            buffers = self.empty(module, chunk)
+            if t > self.margin:
+                return whole(module, chunk, state.seed), self.fill(module, chunk, buffers, state)
+        for first in range(0, t, self.margin):
+            piece = chunk if t <= self.margin else chunk.part(first, first + self.margin)
+            out, buffers = self.step(module, piece, buffers, length, state.seed)
+            outs.append(out.to(chunk.q.dtype))
+            length = length + piece.added
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
+
+    def empty(self, module: Any, chunk: Chunk) -> Buffers:
+        found: Buffers = {}
+        for one, terms in zip(self.sums, self.terms(module, chunk.part(0, 1), None), strict=True):
+            found |= one.empty(terms.b, terms.b.shape[3], terms.v.shape[3], False)
+        return found
+
+    def fill(self, module: Any, chunk: Chunk, buffers: Buffers, state: State) -> Buffers:
+        for one, terms in zip(self.sums, self.terms(module, chunk, state.seed), strict=True):
+            buffers = one.fill(buffers, terms, chunk)
+        return buffers
+
+    def terms(self, module: Any, chunk: Chunk, seed: Tensor | None) -> list[Terms]:
+        """What is summed; `a` may be left to `step`."""
+        raise NotImplementedError
+
+    def step(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, seed: Tensor | None):
+        raise NotImplementedError
+
+
+class Packed(SumsBeside):
+    """Luna: Σ k_j c_jᵀ, Σ c_j v_jᵀ, and the number of tokens."""
+
+    def __init__(self, margin: int) -> None:
+        super().__init__(("keys.", "values.", "count."), margin)
+
+    def terms(self, module, chunk, seed):
+        q, k, v = every_head(chunk)
+        real = existing(chunk)
+        pack = module.packing(k)  # (B, H, t, l)
+        pack = pack if real is None else pack * real[:, None, :, None]
+        one = torch.ones_like(k[:, :1, :, :1])
+        count = one if real is None else one * real[:, None, :, None]
+        return [Terms(q * module.options.softmax_scale, k, pack), Terms(pack, pack, v), Terms(one, count, one)]
+
+    def step(self, module, chunk, buffers, length, seed):
+        keys, values, counts = self.terms(module, chunk, seed)
+        count, found = self.sums[2].ask(buffers, counts, chunk, length)
+        buffers = buffers | found
+        count = count.clamp(min=1)
+        asked, found = self.sums[0].ask(buffers, keys, chunk, length)
+        buffers = buffers | found
+        weights = (asked / count).softmax(-1)  # (B, H, t, l)
+        if module.training and module.options.dropout:
+            b, h, _, size = weights.shape
+            instance = torch.arange(b * h, device=weights.device).view(b, h, 1, 1)
+            where = (instance, chunk.position[:, None, :, None], torch.arange(size, device=weights.device))
+            weights = weights * dropout_factors(seed.to(weights.device), module.options.dropout, *where, weights.dtype)
+        out, found = self.sums[1].ask(buffers, values._replace(a=weights), chunk, length)
+        return out / count, buffers | found
+
+
+class NearAndFar(SumsBeside):
+    """FMMformer: the band token by token, and a sum for every feature map."""
+
+    growth = "bandwidth"
+
+    def __init__(self, near: Keys, rank: int, margin: int) -> None:
+        super().__init__([f"far{m}." for m in range(rank)], margin)
+        self.near = near
+
+    def earliest(self, state: State) -> Tensor:
+        near = replace(state, buffers=inner(state.buffers, "near."))
+        return super().earliest(state).maximum(self.near.earliest(near))
+
+    def empty(self, module, chunk):
+        return super().empty(module, chunk) | outer(self.near.empty(chunk), "near.")
+
+    def fill(self, module, chunk, buffers, state):
+        after = torch.zeros_like(state.length) + chunk.added
+        near = self.near._written(module, chunk, inner(buffers, "near."), state.length, after)
+        return super().fill(module, chunk, buffers, state) | outer(near, "near.")
+
+    def terms(self, module, chunk, seed):
+        (q, k, v), real = every_head(chunk), existing(chunk)
+        v = dropped(module, torch.cat((v, torch.ones_like(v[..., :1])), -1), chunk, seed)
+        return [Terms(*module.features_of(q, k, sign, real), v) for sign in (1, -1)[: len(self.sums)]]
+
+    def step(self, module, chunk, buffers, length, seed):
+        near, after = inner(buffers, "near."), length + chunk.added
+        out, near, _ = self.near._step(module, chunk, near, length, seed)
+        seen = self.near.seen(chunk, near, after).any(-1)[:, 0]  # (B, t)
+        first, *others = module.blended(out, ~seen)
+        out, buffers = out * first, buffers | outer(near, "near.")
+        for one, terms, weight in zip(self.sums, self.terms(module, chunk, seed), others, strict=True):
+            found, new = one.ask(buffers, terms, chunk, length)
+            out, buffers = out + weight * quotient(found), buffers | new
+        return out, buffers

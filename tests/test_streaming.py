@@ -1,0 +1,226 @@
+"""Streaming: splits drawn at random, grouped heads, dropout, compiled steps, long chunks, what a state keeps."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import subquad
+from subquad.attention.registry import mechanism
+from subquad.testing.case import Case, close, gradients
+from subquad.testing.streaming import make, one_call, stream
+
+SEED = torch.tensor(5)
+STREAMING = [
+    name
+    for name in subquad.available()
+    if mechanism(name).capabilities.streaming and mechanism(name).capabilities.causal
+]
+
+
+def of(spec, **options):
+    torch.manual_seed(0)
+    options = {"num_heads": 2, "head_dim": 8, "causal": True, "max_length": 96, **options}
+    return subquad.attention(spec, **options).double().eval()
+
+
+def inputs(n, batch=2, heads=2, key_heads=None, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    sizes = (heads, key_heads or heads, key_heads or heads)
+    return [torch.randn(batch, h, n, 8, generator=draw, dtype=torch.float64) for h in sizes]
+
+
+def in_chunks(a, xs, sizes, mask=None, **about):
+    case = Case(a.name, True)
+    return stream(case, a, xs, sizes, mask, seed=SEED, **about)
+
+
+@st.composite
+def drawn_splits(draw):
+    name = draw(st.sampled_from(STREAMING))
+    sizes = draw(st.lists(st.integers(1, 20), min_size=1, max_size=6))
+    padding = draw(st.lists(st.integers(0, sum(sizes) - 1), min_size=2, max_size=2))
+    return name, sizes, padding, draw(st.integers(0, 20))
+
+
+@given(drawn_splits())
+@settings(max_examples=max(40, settings.default.max_examples))
+def test_any_split_of_any_mechanism_is_one_call(drawn):
+    name, sizes, padding, rollback = drawn
+    case, n = Case(name, True, mechanism(name).examples[0]), sum(sizes)
+    if n > 72:
+        sizes, n = [*sizes[:3]], sum(sizes[:3])
+    module = make(case)
+    mask = torch.ones(3, n, dtype=torch.bool)
+    mask[1, : padding[0] % n], mask[2, padding[1] % n] = False, n == 1  # one row padded on the left, one inside
+    xs = case.inputs(n, batch=3)
+    with torch.no_grad():
+        got, state = stream(case, module, xs, sizes, mask, seed=SEED, rollback=rollback)
+        want = one_call(case, module, xs, mask, SEED)
+    close(case.rows(got, mask), case.rows(want, mask), 1e-9, f"{name} in chunks of {sizes}")
+    assert state.length.tolist() == (n - mask.int().argmax(1)).tolist()
+
+
+@pytest.mark.parametrize("name", ["full", "longformer", "strided", "combiner-fixed", "linear", "sbm", "moba"])
+def test_fewer_key_heads(name):
+    a, xs = of(name, num_heads=4), inputs(40, heads=4, key_heads=2)
+    got, _ = in_chunks(a, xs, (3, 1, 20, 16))
+    close(got, a(*xs, seed=SEED), 1e-9, "two key heads for four query heads")
+
+
+@pytest.mark.parametrize(
+    "spec", ["combiner-fixed", "combiner-window:window=9", "longformer:window=12", "fixed", "full"]
+)
+def test_dropout_is_that_of_one_call(spec):
+    a, xs = of(spec, dropout=0.4).train(), inputs(60)
+    got, _ = in_chunks(a, xs, (5, 1, 30, 24))
+    close(got, a(*xs, seed=SEED), 1e-9, "dropout by the seed of the state")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "combiner-fixed:span=8",
+        "combiner-window:span=4,window=10,sinks=6",
+        "longformer:window=12,global_tokens=3",
+        "star:w=5,relay=first",
+        "local:window=7,shape=blocks",
+    ],
+)
+def test_long_chunks_go_through_the_kernels_and_give_the_same(spec):
+    a, xs = of(spec, max_length=None), [x.requires_grad_() for x in inputs(300)]
+    got, state = in_chunks(a, xs, (13, 150, 1, 100, 36), rollback=0)
+    want = a(*xs)
+    close(got, want, 1e-9, "value")
+    for x, y in zip(gradients(got, xs), gradients(want, xs), strict=True):
+        close(x, y, 1e-9, "gradient")
+    assert state.length.tolist() == [300, 300]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["full", "longformer:window=8", "fixed", "combiner-fixed", "combiner-tree", "combiner-window:window=9", "linear"],
+)
+def test_a_decode_step_compiles_into_one_graph(spec):
+    a, xs = of(spec), inputs(48)
+    with torch.no_grad():
+        _, state = in_chunks(a, [x[:, :, :40] for x in xs], (40,))
+        state = state.reserve(64)
+        twin = state.clone()
+        torch._dynamo.reset()
+        step = torch.compile(a.extend, fullgraph=True, backend="eager")
+        for i in range(40, 44):
+            new = [x[:, :, i : i + 1] for x in xs]
+            (y, state), (z, twin) = step(*new, state), a.extend(*new, twin)
+            close(y, z, 1e-12, f"compiled step {i}")
+        assert state.length.tolist() == [44, 44]
+        torch._dynamo.reset()
+
+
+def test_a_layer_streams_and_its_decode_step_compiles():
+    torch.manual_seed(0)
+    about = {"batch_first": True, "attention": "composite-slice:slice_length=8", "causal": True}
+    layer = subquad.MultiheadAttention(16, 2, **about).double().eval()
+    x = torch.randn(2, 41, 16, dtype=torch.float64)
+    with torch.no_grad():
+        whole, _ = layer(x, x, x, need_weights=False)
+        y, state = layer.extend(x[:, :30], layer.start(2))
+        close(y, whole[:, :30], 1e-9, "the first tokens")
+        torch._dynamo.reset()
+        step = torch.compile(layer.extend, fullgraph=True, backend="eager")
+        for i in range(30, 35):
+            y, state = step(x[:, i : i + 1], state)
+            close(y, whole[:, i : i + 1], 1e-9, f"token {i}")
+        torch._dynamo.reset()
+
+
+def test_half_precision_keeps_its_dtype():
+    a, xs = of("combiner-fixed").to(torch.bfloat16), [x.bfloat16() for x in inputs(40)]
+    got, state = in_chunks(a, xs, (30, 10))
+    assert got.dtype == torch.bfloat16
+    assert state.dtype == torch.bfloat16
+    close(got.double(), a(*xs).double(), 0.02, "bfloat16")
+
+
+def test_a_state_is_cropped_as_far_as_it_says():
+    a, xs = of("combiner-fixed:span=8"), inputs(90)
+    with torch.no_grad():
+        _, state = in_chunks(a, xs, (90,), rollback=20)
+        assert in_chunks(a, xs, (90,), rollback=90)[1].crop(3).length.tolist() == [3, 3]
+    assert state.crop(75).crop(70).length.tolist() == [70, 70]
+    with pytest.raises(ValueError, match=r"row 0 can be cropped to .* rollback=20"):
+        state.crop(30)
+
+
+def test_a_state_is_pickled_copied_and_moved():
+    a, xs = of("longformer:window=8"), inputs(40)
+    with torch.no_grad():
+        _, state = in_chunks(a, [x[:, :, :39] for x in xs], (39,))
+        want, _ = a.extend(*(x[:, :, 39:] for x in xs), state.clone())
+        for twin in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state), state.to("cpu")):
+            assert torch.equal(a.extend(*(x[:, :, 39:] for x in xs), twin)[0], want)
+    assert state.to("meta").device.type == "meta"
+
+
+def test_chunks_can_be_trained_on_with_what_came_before_cut_off():
+    a = of("combiner-fixed:span=8,abstraction=deepsets-max")
+    xs = [x.requires_grad_() for x in inputs(40)]
+    first, state = in_chunks(a, [x[:, :, :20] for x in xs], (20,))
+    second, _ = a.extend(*(x[:, :, 20:] for x in xs), state.detach())
+    assert not torch.autograd.grad(second.sum(), xs[1], retain_graph=True)[0][:, :, :20].any()
+    assert torch.autograd.grad(first.sum(), xs[1])[0][:, :, :20].any()
+
+
+def test_sampled_graphs_are_those_of_one_call_also_after_a_trained_chunk():
+    a, xs = of("sbm", self_loops=True), inputs(50)
+    state = a.start(2, dtype=torch.float64, seed=SEED)
+    outs = []
+    for first, last, train in ((0, 20, False), (20, 30, True), (30, 31, False), (31, 50, False)):
+        with torch.set_grad_enabled(train):
+            y, state = a.extend(*(x[:, :, first:last] for x in xs), state)
+        outs.append(y)
+    close(torch.cat(outs, 2), a(*xs, seed=SEED), 1e-9, "the same graphs")
+
+
+def test_user_sets_of_one_length_stream_up_to_that_length():
+    sets = torch.ones(12, 12, dtype=torch.bool)
+    sets[7, 2] = False
+    a, xs = of("pattern", sets=sets, max_length=None), inputs(12)
+    close(in_chunks(a, xs, (5, 1, 6))[0], a(*xs), 1e-9, "value")
+    with pytest.raises(ValueError, match="12 tokens"):
+        in_chunks(a, [torch.cat((x, x), 2) for x in xs], (1, 23))
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "match"),
+    [
+        ("combiner-fixed", {"causal": False}, "causal=True"),
+        ("combiner-fixed", {"max_length": None}, "span or max_length"),
+        ("cosformer", {"max_length": None}, "max_length"),
+        ("fnet", {"causal": False}, "mechanisms that can: full"),
+    ],
+)
+def test_what_cannot_stream_says_so(spec, options, match):
+    with pytest.raises(ValueError, match=match):
+        of(spec, **options).start(1)
+
+
+def test_a_state_of_another_mechanism_is_refused():
+    with pytest.raises(ValueError, match="state belongs to linear"):
+        of("full").extend(*inputs(1), of("linear").start(2, dtype=torch.float64))
+
+
+def test_bench_decode_measures_a_step_a_state_and_the_prefill(tmp_path):
+    from subquad.cli import app
+
+    path = tmp_path / "out.json"
+    arguments = "bench combiner-fixed composite-slice --decode --n 64 --heads 2 --head-dim 8 --repeats 1 --chunk 16"
+    result = CliRunner().invoke(app, [*arguments.split(), "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "1/" in result.output
+    assert "composite-slice (layer)" in result.output
+    assert '"chunk_seconds"' in path.read_text()
