@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import transformers as tf
@@ -206,6 +209,14 @@ def test_saved_and_restored(name, tmp_path):
     torch.testing.assert_close(logits(again.eval(), given, name), logits(model, given, name))
     body = tf.AutoModel.from_pretrained(tmp_path)  # without the head
     assert next(iter(hf.converted_layers(body).values())) is not None
+
+
+def test_copied_and_pickled():
+    model, given = hf.convert(make("llama"), SMALL), inputs("llama")
+    want = logits(model, given, "llama")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(logits(other, given, "llama"), want)
+        assert other.generate(**given, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, N + 2)
 
 
 def test_new_parameters_are_trained():

@@ -99,23 +99,23 @@ class StateLayer(CacheLayerMixin):
 
 def install_states(model: PreTrainedModel) -> None:
     """Before each forward pass of a (sub)model, let the cache hold states for its converted layers."""
-    if not any(_numbers(model)) or getattr(model, "_subquad_hook", None) is not None:
-        return
+    if _before_forward not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
-    def hook(module: Any, args: Any, about: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        numbers = _numbers(module)
-        if module.training or torch.compiler.is_compiling() or not numbers:
-            return args, about
-        cache = about.get("past_key_values")
-        wanted = about.get("use_cache")
-        if cache is None and (getattr(module.config, "use_cache", False) if wanted is None else wanted):
-            cache = _new_cache(module, about)
-        if cache is not None:
-            put_states(cache, numbers)
-            about = {**about, "past_key_values": cache}
+
+def _before_forward(model: Any, args: Any, about: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    cache, wanted = about.get("past_key_values"), about.get("use_cache")
+    if model.training or torch.compiler.is_compiling() or (cache is not None and cache.get_seq_length() > 0):
         return args, about
-
-    object.__setattr__(model, "_subquad_hook", model.register_forward_pre_hook(hook, with_kwargs=True))
+    numbers = _numbers(model)
+    if not numbers:
+        return args, about
+    if cache is None and (getattr(model.config, "use_cache", False) if wanted is None else wanted):
+        cache = _new_cache(model, about)
+    if cache is None:
+        return args, about
+    put_states(cache, numbers)
+    return args, {**about, "past_key_values": cache}
 
 
 def put_states(cache: Any, numbers: list[int]) -> None:
