@@ -240,3 +240,50 @@ def test_measured_beside_the_original(converted):
         loss = converted(input_ids=ids, labels=ids, use_cache=False).loss.item()
     assert own.loss() == pytest.approx(loss, rel=1e-4) and len(own.by_position()) == 8
     assert full.loss() != own.loss() and full.losses[:6] == pytest.approx(own.losses[:6].tolist(), rel=1e-4)
+
+
+def write_gguf(path):
+    """A file of one small Llama layer with random weights and a tokenizer of bytes."""
+    gguf = pytest.importorskip("gguf")
+    width, inner, vocabulary = 32, 48, 258
+    file = gguf.GGUFWriter(str(path), "llama")
+    file.add_block_count(1)
+    file.add_context_length(128)
+    file.add_embedding_length(width)
+    file.add_feed_forward_length(inner)
+    file.add_head_count(4)
+    file.add_head_count_kv(2)
+    file.add_layer_norm_rms_eps(1e-5)
+    file.add_vocab_size(vocabulary)
+    file.add_tokenizer_model("gpt2")
+    file.add_token_list(["<s>", "</s>", *sorted(tf.convert_slow_tokenizer.bytes_to_unicode().values())])
+    file.add_token_types([3, 3] + [1] * 256)
+    file.add_token_merges(["a b"])
+    file.add_bos_token_id(0)
+    file.add_eos_token_id(1)
+    shapes = {"attn_q": (width, width), "attn_k": (16, width), "attn_v": (16, width), "attn_output": (width, width)}
+    shapes |= {"ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner)}
+    shapes = {f"blk.0.{name}": shape for name, shape in shapes.items()}
+    shapes |= {"token_embd": (vocabulary, width), "output": (vocabulary, width)}
+    for name, shape in shapes.items():
+        file.add_tensor(f"{name}.weight", torch.randn(shape).mul(0.1).numpy())
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        file.add_tensor(f"{name}.weight", torch.ones(width).numpy())
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+def test_a_file_of_packed_weights(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    code, output = command("convert", tmp_path / "tiny.gguf", "--attention", SPEC, "-o", tmp_path / "new")
+    assert code == 0 and "1 of 1 layers converted" in output
+    from subquad.hf.loading import load
+
+    ids = torch.randint(2, 258, (1, 20))
+    (packed, _), (saved, tokenizer) = load(tmp_path / "tiny.gguf"), load(tmp_path / "new")
+    with torch.no_grad(), original(saved):
+        want, got = packed(input_ids=ids).logits, saved(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(got, want)
+    assert len(tokenizer("ab")["input_ids"]) > 0
