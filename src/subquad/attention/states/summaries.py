@@ -197,10 +197,14 @@ def of_tokens(module: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None)
     if real is None:
         query, key = (x.amax(3) if pool == "max" else x.mean(3) for x in features)
         weights = ((k @ query[..., None])[..., 0] * scale).softmax(-1)  # (B, H, c, s)
+        if module.abstraction.attended:
+            key = (weights[..., None, :] @ features[1])[..., 0, :]
         count = torch.full((q.shape[0], q.shape[2]), q.shape[3], device=q.device)
         return Summary(query, key, (weights[..., None, :] @ v)[..., 0, :], count)
     count = real.sum(-1)  # (B, c)
     query, key = (_pooled(x, real.to(q.dtype), count, pool) for x in features)
+    if module.abstraction.attended:
+        key = _found(query, k, features[1], real, scale)
     return Summary(query, key, _found(query, k, v, real, scale), count)
 
 

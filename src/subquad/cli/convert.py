@@ -1,0 +1,218 @@
+"""`subquad convert`, `perplexity`, `adapt`, `passkey`: another attention in a pretrained language model."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from subquad.core.console import err, out
+
+Model = Annotated[Path, typer.Argument(help="Folder of a transformers language model, or a .gguf file.")]
+Converted = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
+Attention = Annotated[
+    str | None, typer.Option(help="Convert to this SPEC first; the folder is left as it is.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    spec = "combiner-window:span=32,window=256,sinks=4"
+    app.command(epilog=f"Example: subquad convert model.gguf --attention {spec} -o converted")(convert)
+    app.command(epilog="Example: subquad perplexity converted --text book.txt --n 2048,4096")(perplexity)
+    app.command(epilog="Example: subquad adapt converted --text a.txt,b.txt -o adapted")(adapt)
+    app.command(epilog="Example: subquad passkey adapted --n 4096")(passkey)
+
+
+def convert(
+    model: Model,
+    attention: Annotated[str, typer.Option(help="SPEC of the mechanism, for example combiner-window:span=32.")],
+    folder: Annotated[Path, typer.Option("-o", "--out", help="New folder for the converted model.")],
+    layers: Annotated[
+        str | None, typer.Option(help="Comma-separated numbers of the layers to convert; all by default.")
+    ] = None,
+) -> None:
+    """Put another attention into a pretrained language model and save it."""
+    from subquad.attention.registry import check_name
+
+    check_name(attention)
+    numbers = None if layers is None else _integers("--layers", layers)
+    _check_new(folder)
+    _quiet()
+    from subquad import hf
+    from subquad.hf.loading import load, save
+
+    found, tokenizer = load(model)
+    before = sum(p.numel() for p in found.parameters())
+    hf.convert(found, attention, layers=numbers)
+    new = sum(p.numel() for p in found.parameters()) - before
+    save(found, tokenizer, folder)
+    made = hf.converted_layers(found)
+    count = sum(mechanism is not None for mechanism in made.values())
+    out().print(f"{count} of {len(made)} layers converted to {attention}; {new:,} new parameters", soft_wrap=True)
+    out().print(f"model: {folder}", soft_wrap=True)
+
+
+def perplexity(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="A text file.")],
+    n: Annotated[str, typer.Option("--n", help="Comma-separated numbers of tokens.")] = "2048",
+    attention: Attention = None,
+    start: Annotated[int, typer.Option(min=0, help="Begin at this character of the text.")] = 0,
+    json: Json = False,
+) -> None:
+    """Compare a converted model with the original: loss by position, time, memory and mass on summaries.
+
+    The original is the same weights with full attention, so of an adapted model it is not the model that was
+    converted: measure that one by itself.
+    """
+    lengths = _integers("--n", n)
+    if min(lengths) < 2:
+        raise typer.BadParameter(f"--n must be at least 2, not {min(lengths)}")
+    _quiet()
+    from subquad.hf import texts
+    from subquad.hf.perplexity import compare
+
+    found, tokenizer = _load_converted(model, attention)
+    ids = texts.window(texts.read(text), tokenizer, max(lengths), start)
+    rows = []
+    for length, full, own in compare(found, ids, lengths):
+        for name, one in (("original", full), ("converted", own)):
+            rows.append({"n": length, "attention": name, "loss": one.loss(), "second half": one.loss(length // 2)})
+            rows[-1] |= {"by position": one.by_position(), "seconds": one.seconds, "memory": one.memory}
+            rows[-1]["mass on summaries"] = one.mass
+    if json:
+        print(jsonlib.dumps(rows))
+        return
+    table = Table("n", "attention", "loss", "second half", "seconds", "memory", "mass", "loss by position", box=None)
+    for row in rows:
+        mass = "–" if row["mass on summaries"] is None else f"{row['mass on summaries']:.1%}"
+        cells = [f"{row['loss']:.3f}", f"{row['second half']:.3f}", f"{row['seconds']:.2f}"]
+        places = " ".join(f"{x:.2f}" for x in row["by position"])
+        table.add_row(str(row["n"]), row["attention"], *cells, f"{row['memory'] / 2**20:,.0f} MiB", mass, places)
+    out().print(table)
+
+
+def adapt(
+    model: Converted,
+    text: Annotated[str, typer.Option(help="Comma-separated text files to train on.")],
+    folder: Annotated[Path, typer.Option("-o", "--out", help="Folder for the adapted model; resumed if it has a run.")],
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
+    fit_steps: Annotated[int, typer.Option(min=0, help="Windows on which every layer is fitted.")] = 12,
+    repeats: Annotated[int, typer.Option(min=1, help="Steps that every layer takes on a window.")] = 4,
+    tune_steps: Annotated[int, typer.Option(min=0, help="Windows on which the whole model is tuned.")] = 24,
+    rank: Annotated[int, typer.Option(min=0, help="Rank of the updates of q, k and v; 0 = none.")] = 8,
+    rate: Annotated[float, typer.Option(min=0, help="Learning rate of the mechanisms' own parameters.")] = 3e-2,
+    distillation: Annotated[float, typer.Option(min=0, max=1, help="Its share of the loss of the tuning.")] = 0.9,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the windows and of the updates.")] = 0,
+) -> None:
+    """Win back quality after a conversion; run the same command again to resume.
+
+    First every layer is fitted to the output of the original, then the whole model is tuned with cross-entropy and
+    distillation. Trained are the parameters of the mechanism and low-rank updates of q, k and v.
+    """
+    _quiet()
+    from subquad.hf import texts
+    from subquad.hf.adapting import Adapter, Settings
+    from subquad.hf.loading import load, save
+
+    books = [texts.read(Path(name.strip())) for name in text.split(",") if name.strip()]
+    if not books:
+        raise typer.BadParameter("--text names no file")
+    found, tokenizer = load(model)
+    chosen = Settings(
+        length=length,
+        fit_steps=fit_steps,
+        repeats=repeats,
+        tune_steps=tune_steps,
+        rank=rank,
+        rate=rate,
+        distillation=distillation,
+        seed=seed,
+    )
+    adapter = Adapter(found, tokenizer, books, folder, chosen)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err(), disable=not err().is_terminal) as progress:
+        bar = progress.add_task("adapting", total=adapter.total)
+
+        def tell(line: dict[str, Any]) -> None:
+            figures = {key: value for key, value in line.items() if key not in ("step", "of", "phase", "seconds")}
+            words = "  ".join(f"{key} {value:.4f}" for key, value in figures.items())
+            progress.update(bar, completed=line["step"], description=f"{line['phase']}  {words}")
+
+        adapter.run(tell)
+    save(adapter.finish(), tokenizer, folder)
+    out().print(f"model: {folder}", soft_wrap=True)
+
+
+def passkey(
+    model: Model,
+    n: Annotated[str, typer.Option("--n", help="Comma-separated lengths of the text in tokens.")] = "1024",
+    depths: Annotated[int, typer.Option(min=2, help="Number of depths, from the beginning to the end.")] = 5,
+    tries: Annotated[int, typer.Option(min=1, help="Numbers hidden at each depth.")] = 1,
+    attention: Attention = None,
+    full: Annotated[bool, typer.Option("--full", help="Ask the original inside the model instead.")] = False,
+    json: Json = False,
+) -> None:
+    """Hide a number at every depth of a long text and ask for it; prints a heat map by length and depth."""
+    lengths = _integers("--n", n)
+    _quiet()
+    from subquad.hf.passkey import passkey as search
+
+    found, tokenizer = _load_converted(model, attention)
+    places = [number / (depths - 1) for number in range(depths)]
+    with Progress(console=err(), transient=True, disable=not err().is_terminal) as progress:
+        bar = progress.add_task("asking", total=len(lengths) * depths)
+        results = {
+            length: search(found, tokenizer, length, places, tries, full=full, tell=lambda _: progress.advance(bar))
+            for length in lengths
+        }
+    if json:
+        print(jsonlib.dumps({length: [one._asdict() for one in rows] for length, rows in results.items()}))
+        return
+    table = Table("n", *(f"{place:.0%}" for place in places), "mean", box=None)
+    for length, rows in results.items():
+        mean = sum(one.found for one in rows) / len(rows)
+        table.add_row(str(length), *(_cell(one.found, one.loss) for one in rows), f"{mean:.0%}")
+    out().print(table)
+    out().print("share of numbers found, and the loss of their tokens in nats, by depth", soft_wrap=True)
+
+
+def _cell(found: float, loss: float) -> Text:
+    colour = "green" if found > 0.5 else "yellow" if found > 0 else "red"
+    return Text(f"{found:.0%} ({loss:.2f})", style=colour)
+
+
+def _load_converted(model: Path, attention: str | None) -> tuple[Any, Any]:
+    from subquad import hf
+    from subquad.hf.loading import load
+
+    found, tokenizer = load(model)
+    if attention is not None:
+        hf.convert(found, attention)
+    if not any(hf.converted_layers(found).values()):
+        raise ValueError(f"{model} is not converted: give --attention SPEC, or use `subquad convert` first")
+    return found, tokenizer
+
+
+def _integers(option: str, text: str) -> list[int]:
+    try:
+        return [int(piece) for piece in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{option} must be comma-separated integers, not {text!r}") from None
+
+
+def _check_new(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} already contains files: choose a new folder")
+
+
+def _quiet() -> None:
+    from subquad.training.quiet import quiet
+
+    quiet()

@@ -1,0 +1,87 @@
+"""`subquad passkey`: does the model find a number that was hidden at some depth of a long text?
+
+The text is filler with one sentence that holds a number of five digits; at the end the number is asked for. A try
+counts as found if every token of the number is the likeliest one when the tokens before it are given. The loss of the
+number's tokens says more where a model finds nothing: ln 10 = 2.3 is a guess among digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.hf.fitting import body
+from subquad.hf.original import original
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
+QUESTION = "What is the pass key? The pass key is "
+
+
+class Result(NamedTuple):
+    """The tries at one depth."""
+
+    depth: float  # 0 = the beginning, 1 = the end
+    found: float  # share of tries
+    loss: float  # mean loss of the number's tokens, nats
+    distance: int  # tokens between the number and the question
+
+
+def passkey(
+    model: Any,
+    tokenizer: Any,
+    n: int,
+    depths: Sequence[float],
+    tries: int = 1,
+    *,
+    full: bool = False,
+    seed: int = 0,
+    tell: Callable[[Result], None] | None = None,
+) -> list[Result]:
+    """The share of numbers found at each depth of a text of n tokens; `full`: by the original inside the model."""
+    results = []
+    for depth in depths:
+        draw = torch.Generator().manual_seed(seed)  # the same numbers at every depth
+        found, losses, distance = 0, 0.0, 0
+        for _ in range(tries):
+            key = str(int(torch.randint(10000, 100000, (), generator=draw)))
+            ids, answer, distance = hide(tokenizer, key, n, depth)
+            right, loss = ask(model, ids, answer, full=full)
+            found, losses = found + right, losses + loss
+        results.append(Result(depth, found / tries, losses / tries, distance))
+        if tell:
+            tell(results[-1])
+    return results
+
+
+def hide(tokenizer: Any, key: str, n: int, depth: float) -> tuple[Tensor, int, int]:
+    """The tokens (1, n) ending with the number, how many of them the number has, and how far back it was said."""
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+    needle, question, answer = tokens(NEEDLE.format(key=key)), tokens(QUESTION), tokens(key)
+    room = n - len(needle) - len(question) - len(answer)
+    if room < 0:
+        raise ValueError(f"--n must be at least {n - room}, the tokens of the question and the number, not {n}")
+    once = tokens(FILLER)
+    filler = (once * (room // len(once) + 1))[:room]
+    before = round(depth * room)
+    ids = [*filler[:before], *needle, *filler[before:], *question, *answer]
+    return torch.tensor([ids]), len(answer), room - before + len(question)
+
+
+@torch.no_grad()
+def ask(model: Any, ids: Tensor, answer: int, *, full: bool = False) -> tuple[bool, float]:
+    """Is every token of the number the likeliest one, and their mean loss."""
+    model.eval()
+    with original(model) if full else nullcontext():
+        hidden = body(model)(input_ids=ids, use_cache=False).last_hidden_state[:, -answer - 1 : -1]
+    logits = model.get_output_embeddings()(hidden)[0].float()  # (answer, V)
+    wanted = ids[0, -answer:]
+    loss = torch.nn.functional.cross_entropy(logits, wanted)
+    return bool((logits.argmax(-1) == wanted).all()), loss.item()

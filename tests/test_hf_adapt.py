@@ -1,0 +1,289 @@
+"""`subquad adapt`, `perplexity`, `passkey` and `convert` on a small model with random weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from subquad import hf
+from subquad.cli import app
+from subquad.hf.adapting import Adapter, Settings
+from subquad.hf.fitting import fit_loss, tune_backward, watch_original
+from subquad.hf.lowrank import add_updates, merge_updates
+from subquad.hf.original import original
+from subquad.hf.perplexity import measure, summary_mass
+from subquad.hf.texts import window, windows
+
+SPEC = "combiner-window:span=4,window=6,sinks=2,abstraction=residual-attended"
+TEXT = "".join(chr(32 + (7 * i * i + i // 3) % 90) for i in range(3000))
+QUICK = {"length": 40, "fit_steps": 2, "repeats": 2, "tune_steps": 2, "rank": 2}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def make_model():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    about = {"vocab_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, **about, eos_token_id=2)).eval()
+
+
+def make_tokenizer():
+    """One token for each ASCII character."""
+    plain = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token="?"))
+    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return tf.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="?")
+
+
+@pytest.fixture
+def converted():
+    return hf.convert(make_model(), SPEC)
+
+
+def adapter(model, folder, **settings):
+    return Adapter(model, make_tokenizer(), [TEXT, TEXT[::-1]], folder, Settings(**{**QUICK, **settings}))
+
+
+# ---- the parts ----------------------------------------------------------------------------------------------
+
+
+def test_the_original_is_inside(converted):
+    ids = torch.randint(3, 128, (1, 40))
+    plain = make_model()
+    plain.load_state_dict(converted.state_dict(), strict=False)
+    add_updates(converted.model.layers[0].self_attn, 2)
+    torch.nn.init.normal_(converted.model.layers[0].self_attn.q_proj.parametrizations.weight[0].up)
+    with torch.no_grad():
+        want, changed = plain(input_ids=ids).logits, converted(input_ids=ids).logits
+        with original(converted):
+            inside = converted(input_ids=ids, use_cache=False).logits
+        again = converted(input_ids=ids).logits
+    torch.testing.assert_close(inside, want)
+    assert (changed - want).abs().max() > 1e-3
+    torch.testing.assert_close(again, changed)
+
+
+def test_merged_updates_change_nothing(converted):
+    ids, layer = torch.randint(3, 128, (1, 20)), converted.model.layers[1].self_attn
+    for parameter in add_updates(layer, 3):
+        torch.nn.init.normal_(parameter, std=0.1)
+    with torch.no_grad():
+        before = converted(input_ids=ids).logits
+        merge_updates(converted)
+        torch.testing.assert_close(converted(input_ids=ids).logits, before)
+    assert type(layer.q_proj) is torch.nn.Linear and not hasattr(layer.q_proj, "parametrizations")
+
+
+def test_losses_are_what_they_say(converted):
+    ids = torch.randint(3, 128, (1, 40))
+    layers = {name: converted.get_submodule(name) for name in hf.converted_layers(converted)}
+    seen = watch_original(converted, layers, ids)
+    name, layer = next(iter(layers.items()))
+    with torch.no_grad():
+        out = layer(*seen[name].args, **seen[name].about)[0]
+        wanted = (out - seen[name].out).norm() ** 2 / seen[name].out.norm() ** 2
+        torch.testing.assert_close(fit_loss(layer, seen[name]), wanted)
+    entropy, divergence = tune_backward(converted, ids, 0.5)
+    got = converted.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    converted.zero_grad()
+    own = converted(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+    with torch.no_grad(), original(converted):
+        full = converted(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+    ce = torch.nn.functional.nll_loss(own, ids[0, 1:])
+    kl = (full.exp() * (full - own)).sum(-1).mean()
+    (0.5 * ce + 0.5 * kl).backward()
+    assert entropy == pytest.approx(ce.item(), rel=1e-4) and divergence == pytest.approx(kl.item(), rel=1e-3)
+    torch.testing.assert_close(converted.model.layers[0].self_attn.q_proj.weight.grad, got, atol=1e-6, rtol=1e-3)
+
+
+def test_mass_on_summaries_is_the_definitions(converted):
+    mechanism = converted.model.layers[0].self_attn.subquad.double()
+    q, k = (torch.randn(2, heads, 23, 8, dtype=torch.float64) for heads in (4, 2))
+    terms = mechanism.terms(q, k.repeat_interleave(2, 1), mechanism._call(_no_rows(), None, 23))
+    logits = torch.cat([terms.direct_logits, terms.group_logits], -1)
+    allowed = torch.cat([terms.direct, terms.groups], -1).expand(logits.shape)
+    share = logits.masked_fill(~allowed, -torch.inf).softmax(-1)[..., 23:].sum(-1)
+    torch.testing.assert_close(mechanism.summary_mass(q, k), share)
+    assert share[:, :, :8].sum() == 0 and share[:, :, -1].min() > 0
+
+
+def _no_rows():
+    from subquad.attention.base import Rows
+
+    return Rows.of(None, align=True)
+
+
+def test_windows_are_drawn_and_skipped():
+    tokenizer = make_tokenizer()
+    first, again = (windows([TEXT, TEXT], tokenizer, 10, seed=3, skip=skip) for skip in (0, 2))
+    drawn = [next(first) for _ in range(4)]
+    assert torch.equal(drawn[2], next(again)) and torch.equal(drawn[3], next(again))
+    assert not torch.equal(drawn[0], drawn[1])
+    with pytest.raises(ValueError, match="4 tokens behind character 0: 10 are needed"):
+        window("abcd", tokenizer, 10)
+
+
+# ---- a run --------------------------------------------------------------------------------------------------
+
+
+def test_layers_come_closer_to_the_original(converted, tmp_path):
+    run = adapter(converted, tmp_path, fit_steps=12, repeats=3, tune_steps=0, rank=0)
+    run.run()
+    lines = [json.loads(line) for line in (tmp_path / "adapt.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13)) and {line["phase"] for line in lines} == {"fit"}
+    assert lines[-1]["after"] < lines[0]["error"]
+    assert all(p.requires_grad for p in run.finish().parameters())
+
+
+def test_a_run_that_was_stopped_resumes(tmp_path):
+    hf.convert(make_model(), SPEC).save_pretrained(tmp_path / "start")
+
+    def begin(folder):
+        return adapter(tf.LlamaForCausalLM.from_pretrained(tmp_path / "start").eval(), tmp_path / folder)
+
+    def stop(line):
+        if line["step"] == 3:
+            raise KeyboardInterrupt
+
+    whole = begin("whole")
+    whole.run()
+    with pytest.raises(KeyboardInterrupt):  # a checkpoint after step 2 and none after step 3
+        begin("part").run(stop, every=60)
+    rest = begin("part")
+    rest.run()
+    assert rest.step == whole.step == 4
+    for one, other in zip(rest.parameters, whole.parameters, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_other_settings_are_not_resumed(converted, tmp_path):
+    adapter(converted, tmp_path).run()
+    with pytest.raises(ValueError, match="already contains a run with rank=2, not 3"):
+        adapter(hf.convert(make_model(), SPEC), tmp_path, rank=3).run()
+
+
+def test_what_cannot_be_adapted(tmp_path):
+    with pytest.raises(ValueError, match="the model is not converted"):
+        adapter(make_model(), tmp_path)
+    bare = hf.convert(make_model(), "combiner-window:span=4,window=6")
+    with pytest.raises(ValueError, match="nothing to train"):
+        adapter(bare, tmp_path, rank=0)
+
+
+# ---- the commands -------------------------------------------------------------------------------------------
+
+
+def command(*words):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def folders(tmp_path):
+    make_model().save_pretrained(tmp_path / "plain")
+    make_tokenizer().save_pretrained(tmp_path / "plain")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def test_from_a_folder_to_a_heat_map(folders):
+    code, output = command("convert", folders / "plain", "--attention", SPEC, "-o", folders / "new")
+    assert code == 0 and "2 of 2 layers converted" in output
+    code, output = command("perplexity", folders / "new", "--text", folders / "text.txt", "--n", "20,60", "--json")
+    rows = json.loads(output)
+    assert code == 0 and [(row["n"], row["attention"]) for row in rows][-1] == (60, "converted")
+    assert rows[0]["mass on summaries"] is None and 0 < rows[3]["mass on summaries"] < 1
+    assert rows[3]["loss"] == pytest.approx(4.85, abs=0.3)  # a model that knows nothing: ln 128
+    words = ("--length", 40, "--fit-steps", 1, "--tune-steps", 1, "--rank", 2)
+    code, output = command("adapt", folders / "new", "--text", folders / "text.txt", "-o", folders / "best", *words)
+    assert code == 0 and (folders / "best/model.safetensors").exists()
+    code, output = command("passkey", folders / "best", "--n", 200, "--depths", 3, "--json")
+    found = json.loads(output)["200"]
+    assert code == 0 and [one["depth"] for one in found] == [0, 0.5, 1] and found[0]["distance"] > found[2]["distance"]
+    code, output = command("passkey", folders / "best", "--n", 200, "--depths", 2)
+    assert code == 0 and "share of numbers found" in output
+    code, output = command("perplexity", folders / "best", "--text", folders / "text.txt", "--n", "30")
+    assert code == 0 and "converted" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("convert", "plain", "--attention", "nothing", "-o", "x"), "nothing"),
+        (("convert", "plain", "--attention", SPEC, "-o", "plain"), "already contains files"),
+        (("convert", "none", "--attention", SPEC, "-o", "x"), "neither a folder"),
+        (("convert", "none.gguf", "--attention", SPEC, "-o", "x"), "no such file"),
+        (("perplexity", "plain", "--text", "text.txt"), "is not converted"),
+        (("perplexity", "plain", "--text", "text.txt", "--n", "a"), "comma-separated integers"),
+        (("adapt", "plain", "--text", "text.txt", "-o", "x"), "the model is not converted"),
+        (("passkey", "plain", "--attention", SPEC, "--n", "10"), "--n must be at least"),
+    ],
+)
+def test_wrong_words(folders, monkeypatch, words, message):
+    monkeypatch.chdir(folders)
+    code, output = command(*words)
+    assert code == 2 and message in output
+
+
+def test_measured_beside_the_original(converted):
+    ids = torch.randint(3, 128, (1, 60))
+    full, own = measure(converted, ids, full=True), measure(converted, ids)
+    assert full.mass is None and own.mass == pytest.approx(summary_mass(converted, ids)) and own.mass > 0
+    with torch.no_grad():
+        loss = converted(input_ids=ids, labels=ids, use_cache=False).loss.item()
+    assert own.loss() == pytest.approx(loss, rel=1e-4) and len(own.by_position()) == 8
+    assert full.loss() != own.loss() and full.losses[:6] == pytest.approx(own.losses[:6].tolist(), rel=1e-4)
+
+
+def write_gguf(path):
+    """A file of one small Llama layer with random weights and a tokenizer of bytes."""
+    gguf = pytest.importorskip("gguf")
+    width, inner, vocabulary = 32, 48, 258
+    file = gguf.GGUFWriter(str(path), "llama")
+    file.add_block_count(1)
+    file.add_context_length(128)
+    file.add_embedding_length(width)
+    file.add_feed_forward_length(inner)
+    file.add_head_count(4)
+    file.add_head_count_kv(2)
+    file.add_layer_norm_rms_eps(1e-5)
+    file.add_vocab_size(vocabulary)
+    file.add_tokenizer_model("gpt2")
+    file.add_token_list(["<s>", "</s>", *sorted(tf.convert_slow_tokenizer.bytes_to_unicode().values())])
+    file.add_token_types([3, 3] + [1] * 256)
+    file.add_token_merges(["a b"])
+    file.add_bos_token_id(0)
+    file.add_eos_token_id(1)
+    shapes = {"attn_q": (width, width), "attn_k": (16, width), "attn_v": (16, width), "attn_output": (width, width)}
+    shapes |= {"ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner)}
+    shapes = {f"blk.0.{name}": shape for name, shape in shapes.items()}
+    shapes |= {"token_embd": (vocabulary, width), "output": (vocabulary, width)}
+    for name, shape in shapes.items():
+        file.add_tensor(f"{name}.weight", torch.randn(shape).mul(0.1).numpy())
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        file.add_tensor(f"{name}.weight", torch.ones(width).numpy())
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+def test_a_file_of_packed_weights(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    code, output = command("convert", tmp_path / "tiny.gguf", "--attention", SPEC, "-o", tmp_path / "new")
+    assert code == 0 and "1 of 1 layers converted" in output
+    from subquad.hf.loading import load
+
+    ids = torch.randint(2, 258, (1, 20))
+    (packed, _), (saved, tokenizer) = load(tmp_path / "tiny.gguf"), load(tmp_path / "new")
+    with torch.no_grad(), original(saved):
+        want, got = packed(input_ids=ids).logits, saved(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(got, want)
+    assert len(tokenizer("ab")["input_ids"]) > 0
