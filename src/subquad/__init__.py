@@ -47,7 +47,7 @@ _PLACES = {
 }
 
 
-_SUBMODULES = ("testing",)
+_SUBMODULES = ("distributed", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ from torch import Tensor
 from subquad.abstraction import Abstraction
 from subquad.attention.base import Attention, Call
 from subquad.attention.combiner_definition import Terms
-from subquad.attention.summaries import Tokens, summarise
+from subquad.attention.summaries import Tokens, summarise, summarise_shard
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
 from subquad.supports.partitions import GroupSet, Partition, group_sets_of
@@ -97,6 +97,21 @@ class Combiner(Attention):
         about: dict[str, Any] = {"lengths": call.lengths, "valid": valid, "dropout": call.dropout, "seed": call.seed}
         scale = self.options.softmax_scale
         return merge_attention(tokens.q, keys, values, text, "main", n, scale=scale, **about).to(q.dtype)
+
+    def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The same on a part of a sequence: a span that two processes share moves to one of them, then only summaries
+        (and of a window its halo) travel.
+        """
+        work, shard, scale = torch.promote_types(q.dtype, torch.float32), call.shard, self.options.softmax_scale
+        text, group_sets = self.described(call.slots, shard.n)
+        cut = shard.aligned(group_sets[0].size if group_sets else 1)
+        q_, k_, v_ = shard.move([x.to(work) for x in (q, k, v)], shard.cut, cut)
+        sources = [(k_, v_, shard.exists, cut)]
+        features = self.abstraction(q_, k_)
+        for number, group_set in enumerate(group_sets, 1):
+            sources.append(summarise_shard(self, text, number, group_set, features, cut, sources, call))
+        out = shard.merge(q_, sources, text, "main", call, queries=cut, scale=scale)
+        return shard.move([out.to(q.dtype)], cut, shard.cut)[0]
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self.terms(q, k, call).weights()

@@ -75,9 +75,27 @@ class Performer(KernelAttention):
         a = (own - own.detach().amax(-1, keepdim=True)).exp() + epsilon
         other = other if real is None else other.masked_fill(~real, -torch.inf)
         top = other.detach().amax(-1).clamp(min=LOWEST)  # (B, H, m)
-        top = top.cummax(-1).values if self.options.causal else top.amax(-1, keepdim=True)
+        ends = None if call.shard is None else self._ends(top, call)
+        top = self._running(top) if ends is None else self._running_from(top, ends, call)
         b = (other - top[..., None]).exp() + (epsilon if real is None else epsilon * real)
-        return Features(a, b, top if self.options.causal else None)
+        return Features(a, b, top if self.options.causal else None, ends)
+
+    def _running(self, top: Tensor) -> Tensor:
+        """The maximum of all keys, (B, H, 1); causal, of the keys up to each, (B, H, m)."""
+        return top.cummax(-1).values if self.options.causal else top.amax(-1, keepdim=True)
+
+    def _running_from(self, top: Tensor, ends: Tensor, call: Call) -> Tensor:
+        """The same for the keys of one process, of a sequence that is divided."""
+        if not self.options.causal:
+            return ends[-1][..., None]
+        own = self._running(top) if top.shape[-1] else top
+        return own.maximum(ends[call.shard.rank - 1][..., None]) if call.shard.rank else own
+
+    @staticmethod
+    def _ends(top: Tensor, call: Call) -> Tensor:
+        """The maximum of the keys up to the end of every process, (p, B, H); some may have no key."""
+        own = torch.cat((top, top.new_full((*top.shape[:2], 1), LOWEST)), -1)
+        return call.shard.told(own.amax(-1)).cummax(0).values
 
     def _exponents(self, x: Tensor) -> Tensor:
         """ω·x' - |x'|²/2, (B, H, n, r)."""
