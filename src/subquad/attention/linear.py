@@ -61,7 +61,8 @@ class KernelAttention(Attention):
         last, start = ends[shard.rank], ends[max(shard.rank - 1, 0)]  # (B, H)
         every = shard.earlier((b * (scales - last[..., None]).exp()[..., None]).mT @ v)  # (rank, B, H, f, d + 1)
         before = (every * (ends[: shard.rank] - start).exp()[..., None, None]).sum(0)
-        return divided(sums + (a * (start[..., None] - scales).exp()[..., None]) @ before).to(q.dtype)
+        fall = (start[..., None] - scales).clamp(max=0).exp()  # (B, H, t); the first process has nothing before it
+        return divided(sums + (a * fall[..., None]) @ before).to(q.dtype)
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return normalised(kernel_weights(*self._features(q, k, call)[:3], causal=self.options.causal))

@@ -10,6 +10,6 @@ and gradients are those of one process. See docs/distributed.md.
 
 from subquad.distributed.groups import Traffic, counted
 from subquad.distributed.layouts import Layout
-from subquad.distributed.parallel import average_gradients, sequence_parallel, shard, total
+from subquad.distributed.parallel import average_gradients, sequence_parallel, shard, total, whole
 
-__all__ = ["Layout", "Traffic", "average_gradients", "counted", "sequence_parallel", "shard", "total"]
+__all__ = ["Layout", "Traffic", "average_gradients", "counted", "sequence_parallel", "shard", "total", "whole"]

@@ -162,7 +162,7 @@ class Across:
         def one(run: Run, call: Call) -> Tensor:
             return module.attend_shard(*(x[run.rows, :, run.slots] for x in (q, k, v)), call)
 
-        return self._by_rows(module, layout, call, len(q), one)
+        return self._by_rows(module, layout, call, q, one)
 
     def attend_tokens(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, project: Any, key_mask: Tensor | None,
@@ -179,7 +179,7 @@ class Across:
             part = {id(x): x[run.rows, run.slots] for x in tokens}
             return module.attend_tokens_shard(tuple(part[id(x)] for x in tokens), project, call)[:, None]
 
-        out = self._by_rows(module, layout, call, len(query), one)[:, 0]
+        out = self._by_rows(module, layout, call, query[:, None], one)[:, 0]
         return (out if mask is None else out.masked_fill(mask, 0)), Record()
 
     def _call(self, module: Attention, layout: Layout, seed: Tensor | None) -> Call:
@@ -191,10 +191,13 @@ class Across:
         dropout = module.options.dropout if module.training else 0.0
         return Call(None, None, _checked_seed(seed), dropout, module.training, layout.n)
 
-    def _by_rows(self, module: Attention, layout: Layout, call: Call, batch: int, one: Any) -> Tensor:
-        """The mechanism on every run of rows, put together: slots outside of a row give 0."""
+    def _by_rows(self, module: Attention, layout: Layout, call: Call, like: Tensor, one: Any) -> Tensor:
+        """The mechanism on every run of rows, put together: slots outside of a row give 0. `like` (B, H, t, d)."""
         pieces = []
-        for run in runs(layout, batch, align=module.positional, causal=module.options.causal):
+        for run in runs(layout, len(like), align=module.positional, causal=module.options.causal):
+            if not run.length:  # nothing but padding
+                pieces.append(torch.zeros_like(like[run.rows]))
+                continue
             piece = Piece(self.group, layout, run.length, run.cut, run.key_mask, run.rows.start)
             mine = piece.masked(piece.own)
             out = one(run, call._replace(shard=piece, key_mask=mine))  # (b, H, t', d)

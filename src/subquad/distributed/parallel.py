@@ -16,7 +16,6 @@ from subquad.distributed import exchange
 from subquad.distributed.across import Across
 from subquad.distributed.groups import Group
 from subquad.distributed.layouts import Layout, _current, agree, current
-from subquad.supports.shards import divide
 
 IGNORED = -100  # a label that does not count
 BUCKET = 1 << 25  # bytes of gradients that are averaged at a time
@@ -48,6 +47,7 @@ def sequence_parallel(model: Any, mesh: Any, *, layout: str = "contiguous") -> A
         raise ValueError(f"{type(model).__name__} has no attention of subquad: swap or convert it first")
     for part in found:
         check(part, zigzag)
+    whole(model)
     for part in found:
         part.across = Across(group, zigzag)
     for part in model.modules():
@@ -56,6 +56,18 @@ def sequence_parallel(model: Any, mesh: Any, *, layout: str = "contiguous") -> A
             part.group = group  # type: ignore[assignment]
     if not isinstance(model, Attention) and {"input_ids", "inputs_embeds"} & set(_parameters(model)):
         _Hooks(group, zigzag).attach(model)
+    return model
+
+
+def whole(model: Any) -> Any:
+    """Undo `sequence_parallel`: the model takes whole sequences again. In place."""
+    for part in model.modules():
+        if isinstance(part, Attention):
+            part.across = None
+        elif type(part) is SequenceDropout:
+            part.__class__ = nn.Dropout
+    for handle in getattr(model, "_sequence_hooks", ()):
+        handle.remove()
     return model
 
 
@@ -79,8 +91,8 @@ def divisible() -> list[str]:
 def shard(batch: Mapping[str, Any], mesh: Any, *, layout: str = "contiguous") -> dict[str, Any]:
     """This process's part of a whole batch: tensors (B, n, …) are cut, all others stay.
 
-    n is that of `input_ids` (or `inputs_embeds`). Labels (B, n) of a causal model become `shift_labels`, each the label
-    of the next token, which may be the first one of the next process; give `labels` to a model that shifts nothing.
+    n is that of `input_ids` (or `inputs_embeds`). Labels (B, n) are cut like the ids; a causal model shifts them across
+    the boundaries, so that the last token of a part predicts the first one of the next.
     """
     group = mesh if isinstance(mesh, Group) else Group(mesh)
     main = batch.get("input_ids", batch.get("inputs_embeds"))
@@ -101,12 +113,6 @@ def total(x: Tensor, mesh: Any) -> Tensor:
     All processes then have the same loss, and the average of their gradients is its gradient.
     """
     return exchange.total(mesh if isinstance(mesh, Group) else Group(mesh), x)
-
-
-def sum_over_sequence(x: Tensor) -> Tensor:
-    """Inside the forward pass of a divided model: the sum over the processes. Anywhere else x itself."""
-    layout = current()
-    return x if layout is None else exchange.total(layout.group, x)
 
 
 @torch.no_grad()
@@ -169,8 +175,11 @@ class _Hooks:
         return _Hooks(self.group, self.zigzag)
 
     def attach(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self.before, with_kwargs=True)
-        model.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        whole_again = (
+            model.register_forward_pre_hook(self.before, with_kwargs=True),
+            model.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+        )
+        model.__dict__["_sequence_hooks"] = whole_again
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         names = _parameters(model)
@@ -245,8 +254,3 @@ def _check_length(model: nn.Module, layout: Layout) -> None:
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if longest is not None and layout.n > longest:
         raise ValueError(f"the sequence has length {layout.n}, beyond max_position_embeddings={longest}")
-
-
-def lengths(n: int, mesh: Any) -> list[int]:
-    """How many tokens each process has of a sequence of n."""
-    return [hi - lo for lo, hi in divide(n, (mesh if isinstance(mesh, Group) else Group(mesh)).size)]
