@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import socket
 import traceback
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 import subquad
 from subquad.distributed import sequence_parallel
@@ -26,12 +26,14 @@ class Team:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # the server imports everything once
+        context.set_forkserver_preload(["subquad.distributed", "subquad.models", "subquad.layers"])
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there, rank, size, port), daemon=True)
             process.start()
+            there.close()
             self.pipes.append(here)
             self.processes.append(process)
 
@@ -89,8 +91,13 @@ def make_mask(kind: str, batch: int, n: int) -> torch.Tensor | None:
     return mask
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    tolerance = 1e-9 if expected.dtype == torch.float64 else 1e-5
+def grad(x: torch.Tensor) -> torch.Tensor:
+    """The gradient, 0 where none has come."""
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float | None = None) -> None:
+    tolerance = tolerance or (1e-9 if expected.dtype == torch.float64 else 1e-5)
     gap = (found - expected).abs().max().item() if expected.numel() else 0.0
     size = max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
     assert gap <= tolerance * size, f"{what}: {gap:.3g} apart, at most {expected.abs().max().item():.3g} large"
@@ -127,9 +134,9 @@ def compare(
     kept = part(real[:, None, :, None])
     close(found.masked_fill(~kept, 0), part(expected).masked_fill(~kept, 0), f"{where}: output")
     for name, x, y in zip("qkv", xs, ys, strict=True):
-        close(y.grad, part(x.grad), f"{where}: gradient of {name}")
+        close(grad(y), part(grad(x)), f"{where}: gradient of {name}")
     for (name, p), q in zip(whole.named_parameters(), divided.parameters(), strict=True):
-        close(group.total(torch.zeros_like(q) if q.grad is None else q.grad), p.grad, f"{where}: gradient of {name}")
+        close(group.total(grad(q)), grad(p), f"{where}: gradient of {name}")
 
 
 def compare_layer(
@@ -155,6 +162,60 @@ def compare_layer(
     (outs[1] * cut.take(weight)).sum().backward()
     kept = torch.ones(batch, cut.length, 1) if key_mask is None else cut.take(key_mask)[..., None]
     close(outs[1] * kept, cut.take(outs[0]) * kept, f"{where}: output")
-    close(b.grad, cut.take(a.grad), f"{where}: gradient of x")
-    for (name, p), q in zip(whole.named_parameters(), divided.named_parameters(), strict=True):
-        close(group.total(torch.zeros_like(q[1]) if q[1].grad is None else q[1].grad), p.grad, f"{where}: {name}")
+    close(grad(b), cut.take(grad(a)), f"{where}: gradient of x")
+    for (name, p), q in zip(whole.named_parameters(), divided.parameters(), strict=True):
+        close(group.total(grad(q)), grad(p), f"{where}: gradient of {name}")
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def make_model(head: str, spec: str, **keys: Any) -> Any:
+    from subquad.models import HEADS, SubquadConfig
+
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 24, "max_position_embeddings": 64, "num_labels": 3}  # fmt: skip
+    return HEADS[head](SubquadConfig(attention=spec, **{**sizes, **keys})).double().train()
+
+
+def make_batch(head: str, n: int, mask: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(n)
+    ids = torch.randint(30, (2, n))
+    labels = torch.randint(3, (2,)) if head == "sequence" else ids.clone() % (3 if head == "token" else 30)
+    batch = {"input_ids": ids, "labels": labels}
+    real = make_mask(mask, 2, n)
+    if real is not None:
+        real[-1, : n // 2] = True  # no row of padding alone
+        batch["attention_mask"] = real.long()
+        if labels.dim() == 2:
+            batch["labels"] = labels.masked_fill(~real, -100)
+    return batch
+
+
+def compare_model(group: Group, head: str, spec: str, n: int, mask: str, keys: dict[str, Any], how: str = "") -> None:
+    """The loss of a divided model is that of the whole one, and so are the averaged gradients.
+
+    how="checkpointing": blocks are computed again in the backward pass; "alone": the whole model is one that is divided
+    among one process, so that dropout goes by position in both.
+    """
+    from subquad.distributed import average_gradients, shard
+
+    where = f"{head} {spec} n={n} {mask} {keys} {how}"
+    model, batch = make_model(head, spec, **keys), make_batch(head, n, mask)
+    divided = sequence_parallel(copy.deepcopy(model), group)
+    if how == "alone":
+        singles = [dist.new_group([rank]) for rank in range(group.size)]
+        sequence_parallel(model, Group(singles[group.rank]))
+    if how == "checkpointing":
+        divided.gradient_checkpointing_enable({"use_reentrant": False})
+    losses = []
+    for one, inputs in ((model, batch), (divided, shard(batch, group))):
+        torch.manual_seed(9)
+        loss = one(**inputs).loss
+        loss.backward()
+        losses.append(loss.detach())
+    average_gradients(divided, group)
+    close(losses[1], losses[0], f"{where}: loss")
+    for (name, p), q in zip(model.named_parameters(), divided.parameters(), strict=True):
+        close(q.grad, p.grad, f"{where}: gradient of {name}", 1e-7)  # the models' loss is computed in float32

@@ -47,6 +47,15 @@ def bench(
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time counts.")] = 3,
+    processes: Annotated[
+        str | None,
+        typer.Option(
+            help="Divide the sequence among so many processes, comma-separated, such as 1,2,4.", show_default=False
+        ),
+    ] = None,
+    count_only: Annotated[
+        bool, typer.Option("--count-only", help="With --processes: only count the bytes that travel, for any length.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file, updated as they come.")
     ] = None,
@@ -58,8 +67,22 @@ def bench(
 
     Mechanisms on q, k, v are compared with torch's scaled_dot_product_attention with the same causal flag;
     mechanisms of whole layers are measured with their projections and compared with a layer of full attention.
+
+    With --processes, one sequence is divided among several processes of one thread each: time and memory of a layer's
+    forward and backward pass, and the bytes that a process sends, against ring attention (docs/distributed.md).
     """
     lengths = parse_lengths(n)
+    if processes is not None:
+        if png is not None or json is not None:
+            raise typer.BadParameter("--processes prints a table: leave --json and --png out")
+        from subquad.cli.bench_processes import show
+
+        for spec in specs:
+            check_name(spec)
+        show(specs, lengths, parse_lengths(processes), causal, heads, head_dim, batch, repeats, count_only)
+        return
+    if count_only:
+        raise typer.BadParameter("--count-only needs --processes")
     for path in (json, png):
         _check_writable(path)
     for spec in specs:
