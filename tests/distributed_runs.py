@@ -204,10 +204,10 @@ def compare_model(group: Group, head: str, spec: str, n: int, mask: str, keys: d
     where = f"{head} {spec} n={n} {mask} {keys} {how}"
     model, batch = make_model(head, spec, **keys), make_batch(head, n, mask)
     divided = sequence_parallel(copy.deepcopy(model), group)
-    if how == "alone":
+    if "alone" in how:
         singles = [dist.new_group([rank]) for rank in range(group.size)]
         sequence_parallel(model, Group(singles[group.rank]))
-    if how == "checkpointing":
+    if "checkpointing" in how:
         divided.gradient_checkpointing_enable({"use_reentrant": False})
     losses = []
     for one, inputs in ((model, batch), (divided, shard(batch, group))):

@@ -101,6 +101,7 @@ def test_models_on_two_processes(two):
         two.run(compare_model, "sequence", "combiner-fixed:span=4", 23, "left", {"pooling": pooling})
     dropped = {"dropout": 0.2, "attention_dropout": 0.3}
     two.run(compare_model, "causal-lm", "combiner-fixed:span=4", 23, "right", dropped, "alone")
+    two.run(compare_model, "causal-lm", "full", 22, "none", dropped, "alone, checkpointing")
 
 
 def count_real(group: Group, spec: str, causal: bool, n: int) -> tuple[int, int, list[int]]:

@@ -10,6 +10,16 @@ and gradients are those of one process. See docs/distributed.md.
 
 from subquad.distributed.groups import Traffic, counted
 from subquad.distributed.layouts import Layout
-from subquad.distributed.parallel import average_gradients, sequence_parallel, shard, total, whole
+from subquad.distributed.parallel import average_gradients, same_batches, sequence_parallel, shard, total, whole
 
-__all__ = ["Layout", "Traffic", "average_gradients", "counted", "sequence_parallel", "shard", "total", "whole"]
+__all__ = [
+    "Layout",
+    "Traffic",
+    "average_gradients",
+    "counted",
+    "same_batches",
+    "sequence_parallel",
+    "shard",
+    "total",
+    "whole",
+]

@@ -124,7 +124,7 @@ class Piece:
         seed = self.seed(call.seed, q.shape[1]) if drop else None
         job = merging.Job(self.group, lists, which, n, scale, drop, seed, own_valid, their_valid)
         work = torch.promote_types(q.dtype, torch.float32)
-        keys, values = ([source[i].to(work) for source in sources] for i in (0, 1))
+        keys, values = [k.to(work) for k, *_ in sources], [v.to(work) for _, v, *_ in sources]
         return merging.attend(job, q.to(work), keys, values).to(q.dtype)
 
     def ring(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, causal: bool, scale: float) -> Tensor:
@@ -141,11 +141,12 @@ class Across:
     def __init__(self, group: Group, zigzag: bool = False) -> None:
         self.group, self.zigzag = group, zigzag
 
-    def layout(self, length: int, batch: int, key_mask: Tensor | None) -> Layout:
+    def layout(self, module: Attention, length: int, batch: int, key_mask: Tensor | None) -> Layout:
         known = current()
         if known is not None and known.group is self.group and known.length == length:
             return known
-        return agree(self.group, length, batch, key_mask, int(draw_seed()), self.zigzag)
+        seed = int(draw_seed()) if module.is_random else 0
+        return agree(self.group, length, batch, key_mask, seed, self.zigzag)
 
     def attend(
         self, module: Attention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, seed: Tensor | None
@@ -153,14 +154,15 @@ class Across:
         """q, k, v (B, H, t, d) of this process → (B, H, t, d)."""
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"{module.name}: a divided sequence attends to itself; q has {q.shape[2]}, k {k.shape[2]}")
-        layout = self.layout(q.shape[2], len(q), key_mask)
+        layout = self.layout(module, q.shape[2], len(q), key_mask)
         call = self._call(module, layout, seed)
         q, k, v = _clean(q, k, v, None if layout.key_mask is None else layout.take(layout.key_mask))
         if not module.grouped:
             k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
 
         def one(run: Run, call: Call) -> Tensor:
-            return module.attend_shard(*(x[run.rows, :, run.slots] for x in (q, k, v)), call)
+            x, y, z = (t[run.rows, :, run.slots] for t in (q, k, v))
+            return module.attend_shard(x, y, z, call)
 
         return self._by_rows(module, layout, call, q, one)
 
@@ -169,7 +171,7 @@ class Across:
         seed: Tensor | None,
     ) -> tuple[Tensor, Record]:  # fmt: skip
         """Tokens (B, t, E) of this process → heads side by side, (B, t, H·d)."""
-        layout = self.layout(query.shape[1], len(query), key_mask)
+        layout = self.layout(module, query.shape[1], len(query), key_mask)
         call = self._call(module, layout, seed)
         mask = None if layout.key_mask is None else ~layout.take(layout.key_mask)[..., None]
         clean = {id(x): x if mask is None else x.masked_fill(mask, 0) for x in (query, key, value)}

@@ -50,10 +50,10 @@ def sequence_parallel(model: Any, mesh: Any, *, layout: str = "contiguous") -> A
     whole(model)
     for part in found:
         part.across = Across(group, zigzag)
-    for part in model.modules():
-        if type(part) is nn.Dropout:
-            part.__class__ = SequenceDropout
-            part.group = group  # type: ignore[assignment]
+    for layer in model.modules():
+        if type(layer) is nn.Dropout:
+            layer.__class__ = SequenceDropout
+            layer.group = group  # type: ignore[assignment]
     if not isinstance(model, Attention) and {"input_ids", "inputs_embeds"} & set(_parameters(model)):
         _Hooks(group, zigzag).attach(model)
     return model
@@ -65,7 +65,7 @@ def whole(model: Any) -> Any:
         if isinstance(part, Attention):
             part.across = None
         elif type(part) is SequenceDropout:
-            part.__class__ = nn.Dropout
+            part.__class__ = nn.Dropout  # type: ignore[assignment]
     for handle in getattr(model, "_sequence_hooks", ()):
         handle.remove()
     return model
@@ -105,6 +105,16 @@ def shard(batch: Mapping[str, Any], mesh: Any, *, layout: str = "contiguous") ->
         key: whole.take(x) if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == whole.n else x
         for key, x in batch.items()
     }
+
+
+def same_batches(loader: Any, mesh: Any) -> Any:
+    """A data loader that Accelerate has prepared, changed so that processes with the same place in `mesh`, the data
+    dimension, read the same batches: those that share their sequences. In place.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if hasattr(sampler, "num_processes"):  # Accelerate gives every process batches of its own
+        sampler.num_processes, sampler.process_index = mesh.size(), mesh.get_local_rank()
+    return loader
 
 
 def total(x: Tensor, mesh: Any) -> Tensor:
@@ -203,7 +213,8 @@ class _Hooks:
 
     def _labels(self, model: nn.Module, given: dict[str, Any], layout: Layout, main: Tensor) -> bool:
         """Labels of tokens: shifted across boundaries, and counted in the whole batch."""
-        shifted, labels = given.get("shift_labels"), given.get("labels")
+        shifted: Any = given.get("shift_labels")
+        labels: Any = given.get("labels")
         if shifted is None and (labels is None or labels.shape[:2] != main.shape[:2] or labels.is_floating_point()):
             return False
         names = _parameters(model)

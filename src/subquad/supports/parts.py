@@ -85,9 +85,8 @@ class Part:
 
     def piece(self, block: int, blocks: int, rows: slice, keys: slice) -> Part:
         """Some blocks of the part, with some of their rows and keys."""
-        queries = self.queries.cut(block, blocks, rows)
-        where = {"keys": self.keys.cut(block, blocks, keys), "positions": self.placed.cut(block, blocks, keys)}
-        return replace(self, queries=queries, **where, fresh=False)
+        stored, placed = (grid.cut(block, blocks, keys) for grid in (self.keys, self.placed))
+        return replace(self, queries=self.queries.cut(block, blocks, rows), keys=stored, positions=placed, fresh=False)
 
     @cached_property
     def is_self(self) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from subquad.attention.registry import attention
-from subquad.distributed import sequence_parallel, shard
+from subquad.distributed import same_batches, sequence_parallel, shard
 from subquad.distributed.groups import Group
 from subquad.distributed.layouts import Layout
 from subquad.distributed.parallel import check
@@ -72,11 +72,7 @@ class Sequence:
         return shard(inputs, self.group)
 
     def same_batches(self, loader: Any) -> Any:
-        """Accelerate gives every process batches of its own: here every group has its own."""
-        sampler = loader.batch_sampler
-        if hasattr(sampler, "num_processes"):
-            sampler.num_processes, sampler.process_index = self.data.size(), self.data.get_local_rank()
-        return loader
+        return same_batches(loader, self.data)
 
     @torch.no_grad()
     def evaluate(self, model: Any, dataset: Any, batch: int, prefix: str) -> EvalLoopOutput:
@@ -85,26 +81,30 @@ class Sequence:
         found, turn = [], self.data.get_local_rank()
         for number, inputs in enumerate(DataLoader(dataset, batch, collate_fn=self.task.collate)):
             if number % self.data.size() == turn:
-                found.append(self.statistics(model, inputs).double().cpu().numpy())
+                loss, statistics = self.scored(model, inputs)
+                found.append((float(loss), statistics.double().cpu().numpy()))
         every: list[Any] = [None] * self.data.size()
         dist.all_gather_object(every, found, group=self.data.get_group())
-        statistics = np.concatenate([one for some in every for one in some])
-        metrics = {f"{prefix}_{key}": value for key, value in self.task.measure(statistics).items()}
-        return EvalLoopOutput(statistics, None, metrics, len(dataset))
+        losses, parts = zip(*(one for some in every for one in some), strict=True)
+        loss = float(np.average(losses, weights=[len(part) for part in parts]))
+        measured = {"loss": loss, **self.task.measure(np.concatenate(parts))}
+        metrics = {f"{prefix}_{key}": value for key, value in measured.items()}
+        return EvalLoopOutput(np.concatenate(parts), None, metrics, len(dataset))
 
-    def statistics(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
-        """Those of the examples of a whole batch, (B, k)."""
+    def scored(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss of a whole batch, and the statistics of its examples, (B, k)."""
         device = next(model.parameters()).device
         inputs = {key: x.to(device) for key, x in inputs.items()}
         labels = inputs["labels"]
-        logits = model(**self.part(inputs)).logits
+        output = model(**self.part(inputs))
+        loss, logits = output.loss, output.logits
         layout = Layout(self.group, inputs["input_ids"].shape[1])
         if labels.dim() < 2 or logits.shape[1] != layout.length:  # one answer per sequence: all processes have it
-            return self.task.score(logits, labels)
+            return loss, self.task.score(logits, labels)
         if HEADS[self.task.head].causal:  # position i predicts token i + 1: the score shifts, so a place is put before
             following = layout.take(F.pad(labels[:, 1:], (0, 1), value=IGNORED))
             labels = F.pad(following, (1, 0), value=IGNORED)
             logits = F.pad(logits, (0, 0, 0, 1))
         else:
             labels = layout.take(labels)
-        return self.group.total(self.task.score(logits, labels))
+        return loss, self.group.total(self.task.score(logits, labels))
