@@ -111,7 +111,7 @@ def same_batches(loader: Any, mesh: Any) -> Any:
     """A data loader that Accelerate has prepared, changed so that processes with the same place in `mesh`, the data
     dimension, read the same batches: those that share their sequences. In place.
     """
-    sampler = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(loader, "batch_sampler", None)
     if hasattr(sampler, "num_processes"):  # Accelerate gives every process batches of its own
         sampler.num_processes, sampler.process_index = mesh.size(), mesh.get_local_rank()
     return loader

@@ -86,8 +86,8 @@ class Sequence:
         every: list[Any] = [None] * self.data.size()
         dist.all_gather_object(every, found, group=self.data.get_group())
         losses, parts = zip(*(one for some in every for one in some), strict=True)
-        loss = float(np.average(losses, weights=[len(part) for part in parts]))
-        measured = {"loss": loss, **self.task.measure(np.concatenate(parts))}
+        mean = float(np.average(losses, weights=[len(part) for part in parts]))
+        measured = {"loss": mean, **self.task.measure(np.concatenate(parts))}
         metrics = {f"{prefix}_{key}": value for key, value in measured.items()}
         return EvalLoopOutput(np.concatenate(parts), None, metrics, len(dataset))
 
