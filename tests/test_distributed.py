@@ -185,6 +185,10 @@ def test_three_processes():
         for spec in ("full", "combiner-fixed:span=16", "combiner-tree:span=3", "longformer:window=40", "performer"):
             for causal in (True, False):
                 team.run(compare, spec, causal, 23, "left")
+        for function, specs in ((compare, HEADS), (compare_layer, LAYERS)):  # a process may have no token at all
+            for spec in specs:
+                team.run(function, spec, True, 2)
+                team.run(function, spec, False, 1)
         team.run(compare, "full", True, 25, "left", "float64", 0.0, 4, 2, "zigzag")
         team.run(compare_model, "causal-lm", "combiner-fixed:span=4", 23, "right", {"positions": "rotary"})
     finally:

@@ -96,12 +96,12 @@ class ShardComposer(_Composer):
         v = project.values(tokens[2]).transpose(1, 2).flatten(2)  # (b, t, E)
         v = v if real is None else v.masked_fill(~real[:, slice(*cut[rank]), None], 0)
         batch, t, width = v.shape
-        whole = F.pad(v, (0, 0, 0, -t % size)).reshape(-1, size, width)  # (b·m, L, E)
+        first, last = in_blocks(cut, size)[rank]
+        whole = F.pad(v, (0, 0, 0, -t % size)).reshape(batch * (last - first), size, width)  # (b·m, L, E)
         slots = self.call.slots
         for _ in range(scale):
             slots = -(-slots // size) - self.options.causal
         row = (torch.arange(batch, device=v.device) + self.shard.first_row) * -(-slots // size)
-        first, last = in_blocks(cut, size)[rank]
         numbers = (row[:, None] + torch.arange(first, last, device=v.device)).flatten()
         return self.attention.mlps[scale](whole, self.call, numbers).view(batch, last * size - first * size, width)[
             :, :t

@@ -97,11 +97,11 @@ class LongShort(OutputAttention):
         shard, size, r = call.shard, self.options.segment, self.sets.rank
         cut = shard.aligned(size)
         k, v = shard.move([k, v], shard.cut, cut)
-        pad = -k.shape[2] % size
+        pad, count = -k.shape[2] % size, -(-k.shape[2] // size)
         real = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device)
         real = real if shard.key_mask is None else shard.masked(cut[shard.rank])
-        real = F.pad(real, (0, pad)).unflatten(1, (-1, size))[:, None]  # (B or 1, 1, S, s)
-        keys, values = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, size)) for x in (k, v))
+        real = F.pad(real, (0, pad)).unflatten(1, (count, size))[:, None]  # (B or 1, 1, S, s)
+        keys, values = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (count, size)) for x in (k, v))
         scores = (keys @ self.weight.to(k.dtype)[:, None]).masked_fill(~real[..., None], torch.finfo(k.dtype).min)
         pack = scores.softmax(3).mT  # (B, H, S, r, s)
         exist = None
