@@ -8,6 +8,7 @@ own part is computed. Both parts take the merged (out, lse), which makes them ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.distributed.groups import Group
+from subquad.distributed.groups import Group, Pending
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.supports.shards import Cut, Shard
 
@@ -26,7 +27,7 @@ class Lists:
     """Who sends which keys to whom, for one plan: every process works it out for itself."""
 
     text: str  # of this process's shard
-    send: tuple[tuple[np.ndarray, ...], ...]  # [to][source]: places in the process's own range
+    send: tuple[tuple[np.ndarray, ...], ...]  # [to][source]: places in the process's own range; none to itself
     receive: tuple[tuple[int, ...], ...]  # [from][source]: how many
     needed: tuple[np.ndarray, ...]  # [source]: the keys that come, ascending
     silent: bool  # no process needs anything
@@ -65,55 +66,49 @@ class Job:
     own_valid: list[Tensor]  # per source (B or 1, 1, m); [] = all exist
     their_valid: list[Tensor]
 
+    @property
+    def send(self) -> tuple[tuple[np.ndarray, ...], ...]:
+        return self.lists.send
+
     def about(self, place: str) -> tuple[Any, ...]:
         valid = self.own_valid if place == "local" else self.their_valid
         return valid, None, self.seed, self.lists.text, f"{self.which}:{place}", self.n, self.scale, self.dropout
 
-    def start(self, keys: list[Tensor], values: list[Tensor]):
+    def start(self, keys: list[Tensor], values: list[Tensor]) -> Pending:
         """Send what others need of these keys and values."""
+        both = list(zip(keys, values, strict=True))
         pieces = [
-            [_take(x[s], places) for s, places in enumerate(some) for x in (keys, values)]
-            if r != self.group.rank
-            else []
-            for r, some in enumerate(self.lists.send)
+            [_take(x, places) for pair, places in zip(both, some, strict=True) for x in pair] for some in self.send
         ]
-        shapes = [
-            [(*x[s].shape[:2], size, x[s].shape[3]) for s, size in enumerate(some) for x in (keys, values)]
-            if r != self.group.rank
-            else []
-            for r, some in enumerate(self.lists.receive)
-        ]
-        return self.group.exchange(pieces, shapes, keys[0])
+        return self.group.exchange(pieces, _shapes(both, self.lists.receive), keys[0])
 
     def arrived(self, received: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values per source, those of the first process first: in ascending order."""
-        from_others = [some for some in received if some]
-        sources = range(len(self.lists.needed))
-        joined = [torch.cat([some[at] for some in from_others], 2) for at in range(2 * len(sources))]
+        joined = [torch.cat(some, 2) for some in zip(*received, strict=True)]
         return joined[0::2], joined[1::2]
 
-    def start_back(self, keys: list[Tensor], values: list[Tensor]):
+    def start_back(self, keys: list[Tensor], values: list[Tensor]) -> Pending:
         """Send the gradients of what has come back to where it came from."""
-        parts = [
-            [x[s].split([some[s] for some in self.lists.receive], 2) for x in (keys, values)] for s in range(len(keys))
-        ]
-        me, everyone = self.group.rank, range(self.group.size)
-        pieces = [[kind[r] for both in parts for kind in both] if r != me else [] for r in everyone]
-        shapes = [
-            [(*x[s].shape[:2], len(places), x[s].shape[3]) for s, places in enumerate(some) for x in (keys, values)]
-            if r != me
-            else []
-            for r, some in enumerate(self.lists.send)
-        ]
-        return self.group.exchange(pieces, shapes, keys[0])
+        both = list(zip(keys, values, strict=True))
+        sizes = zip(*self.lists.receive, strict=True)  # per source, from each process
+        parts = [x.split(some, 2) for pair, some in zip(both, sizes, strict=True) for x in pair]
+        counts = [tuple(len(places) for places in some) for some in self.send]
+        return self.group.exchange(list(zip(*parts, strict=True)), _shapes(both, counts), keys[0])
 
     def add_back(self, received: list[list[Tensor]], keys: list[Tensor], values: list[Tensor]) -> None:
         """Gradients from others on top of the own ones."""
-        for some, lists_ in zip(received, self.lists.send, strict=True):
-            for s, places in enumerate(lists_ if some else ()):
-                if len(places):
-                    for x, grad in zip((keys, values), some[2 * s : 2 * s + 2], strict=True):
-                        _add(x[s], places, grad)
+        both = [x for pair in zip(keys, values, strict=True) for x in pair]
+        for some, lists_ in zip(received, self.send, strict=True):
+            for at, (x, grad) in enumerate(zip(both, some, strict=True)):
+                _add(x, lists_[at // 2], grad)
+
+
+def _shapes(both: list[tuple[Tensor, Tensor]], counts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
+    """What comes from each process: so many keys and values of every source."""
+    return [
+        [(*x.shape[:2], size, x.shape[3]) for pair, size in zip(both, some, strict=True) for x in pair]
+        for some in counts
+    ]
 
 
 def _take(x: Tensor, places: np.ndarray) -> Tensor:
@@ -123,6 +118,8 @@ def _take(x: Tensor, places: np.ndarray) -> Tensor:
 
 
 def _add(x: Tensor, places: np.ndarray, grad: Tensor) -> None:
+    if not len(places):
+        return
     if places[-1] - places[0] + 1 == len(places):
         x[:, :, int(places[0]) : int(places[-1]) + 1] += grad
     else:
@@ -146,7 +143,7 @@ class _Attend(torch.autograd.Function):
             their_keys, their_values = job.arrived(pending.wait())
         if any(len(need) for need in job.lists.needed):
             found, here = merge(q, their_keys, their_values, *job.about("remote"))
-            out, lse = _merged(out, lse, found, here)
+            out, lse = combine(out, lse, found, here)
         ctx.job, ctx.sources = job, m
         ctx.save_for_backward(q, out, lse, *tensors, *their_keys, *their_values)
         return out
@@ -169,7 +166,7 @@ class _Attend(torch.autograd.Function):
         return None, None, dq, *dkv
 
 
-def _merged(out: Tensor, lse: Tensor, found: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
+def combine(out: Tensor, lse: Tensor, found: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
     """One softmax over two key sets, from the outputs and logsumexps of each."""
     both = torch.logaddexp(lse, here)  # (B, H, r)
     base = both.masked_fill(both == -torch.inf, 0)
