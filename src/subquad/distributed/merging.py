@@ -160,14 +160,15 @@ class _Attend(torch.autograd.Function):
                 back = [torch.zeros_like(x) for x in theirs]
             pending = job.start_back(back[:m], back[m:])
         own, *dkv = merge_backward(grad, q, keys, values, out, lse, *job.about("local"))
-        dq = own if dq is None else own + dq
+        dq = own if dq is None else own.add_(dq)
         if pending is not None:
             job.add_back(pending.wait(), dkv[:m], dkv[m:])
         return None, None, dq, *dkv
 
 
 def combine(out: Tensor, lse: Tensor, found: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
-    """One softmax over two key sets, from the outputs and logsumexps of each."""
+    """One softmax over two key sets, from the outputs and logsumexps of each; `out` is changed in place."""
     both = torch.logaddexp(lse, here)  # (B, H, r)
     base = both.masked_fill(both == -torch.inf, 0)
-    return out * (lse - base).exp()[..., None] + found * (here - base).exp()[..., None], both
+    out.mul_((lse - base).exp_()[..., None]).addcmul_(found, (here - base).exp_()[..., None])
+    return out, both

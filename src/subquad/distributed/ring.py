@@ -32,7 +32,7 @@ class _Ring(torch.autograd.Function):
         for owner, (keys, values), pending in _round(group, about[0], [k, v]):
             for rows, block, job in _blocks(group, about, owner):
                 found, here = merge(q[:, :, rows], [keys[:, :, block]], [values[:, :, block]], *job)
-                out[:, :, rows], lse[:, :, rows] = combine(out[:, :, rows], lse[:, :, rows], found, here)
+                lse[:, :, rows] = combine(out[:, :, rows], lse[:, :, rows], found, here)[1]
             pending()
         ctx.save_for_backward(q, k, v, out, lse)
         return out
