@@ -47,7 +47,7 @@ _PLACES = {
 }
 
 
-_SUBMODULES = ("hf", "testing")
+_SUBMODULES = ("distributed", "hf", "testing")
 
 
 def __getattr__(name: str) -> Any:

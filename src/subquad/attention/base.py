@@ -39,6 +39,7 @@ class Call(NamedTuple):
     dropout: float = 0.0
     training: bool = False
     slots: int = 0  # the length of the batch: what sizes follow that are left open
+    shard: Any = None  # this process's part of the rows (`distributed.across.Piece`); None = the rows are whole
 
     @property
     def exists(self) -> Tensor | None:
@@ -92,6 +93,8 @@ class Attention(nn.Module):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # options that the contract is run with
     gallery: ClassVar[dict[str, Any]] = {}  # options that make a good picture at 64 tokens
     exceptions: ClassVar[dict[str, str]] = {}  # checks of the contract that cannot hold, each with its reason
+    boundary: ClassVar[str] = ""  # what travels where a sequence is divided among processes; "" = it cannot be
+    across: Any = None  # the processes that share a sequence, set by `distributed.sequence_parallel`
 
     def __init__(self, options: Any) -> None:
         super().__init__()
@@ -111,6 +114,18 @@ class Attention(nn.Module):
         what it gives behind the end of a row must be 0.
         """
         raise TypeError(f"{self.name} does not work on q, k, v")
+
+    def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The fast path on a part of a sequence that is divided among processes: q, k, v (b, H, t, d) of this one.
+
+        `call.shard` says which part it is, and reaches the rest; see `docs/distributed.md`.
+        """
+        raise TypeError(f"{self.name} cannot be divided among processes")
+
+    @property
+    def divides(self) -> bool:
+        """Whether a sequence may be divided among processes, with these options."""
+        return bool(self.boundary)
 
     def attend_observed(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Record]:
         """The same, with a record; for mechanisms that have something to tell."""
@@ -169,6 +184,8 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor:
         self._validate(q, k, v, key_mask)
+        if self.across is not None:
+            return self.across.attend(self, q, k, v, key_mask, seed)
         rows, q, k, v = self._begin(q, k, v, key_mask)
         return rows.restore(self.attend(q, k, v, self._call(rows, seed, q.shape[2])))
 
@@ -177,6 +194,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Record]:
         """The output, and the record of this call."""
         self._validate(q, k, v, key_mask)
+        if self.across is not None:
+            return self.across.attend(self, q, k, v, key_mask, seed), Record()
         rows, q, k, v = self._begin(q, k, v, key_mask)
         out, record = self.attend_observed(q, k, v, self._call(rows, seed, q.shape[2]))
         return rows.restore(out), record
@@ -321,6 +340,8 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor:
         """`define`, a row at a time where the mechanism is positional: each from its first real token to its last."""
+        if self.across is not None:
+            raise TypeError(f"{self.name}: a process that has a part of the sequence cannot give its weights")
         q, k, _ = _clean(q, k, None, key_mask)
         k = repeat_heads(k, q.shape[1])
         call = self._call(Rows.of(key_mask, align=False), seed, q.shape[2])
@@ -374,7 +395,7 @@ class Attention(nn.Module):
             raise ValueError(f"{label} has width {x.shape[3]}, the mechanism was made with head_dim={width}")
 
     def _validate_lengths(self, n: int, m: int) -> None:
-        if n < 1 or m < 1:
+        if (n < 1 or m < 1) and self.across is None:  # a process may have no token of a short sequence
             raise ValueError(f"sequences must have at least one token: q has length {n}, k has {m}")
         if n != m and not self.capabilities.cross:
             raise ValueError(

@@ -33,7 +33,7 @@ from subquad.attention.base import Attention, Call
 from subquad.attention.combiner_definition import Terms
 from subquad.attention.states.state import Memory
 from subquad.attention.states.summaries import Summaries
-from subquad.attention.summaries import Tokens, summarise
+from subquad.attention.summaries import Tokens, summarise, summarise_shard
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
 from subquad.supports.partitions import GroupSet, Partition, group_sets_of
@@ -122,6 +122,20 @@ class Combiner(Attention):
         if self.partition.kept(margin) is None:
             return super().make_memory(margin)
         return Summaries(self.partition, self.options.num_heads, margin)
+    def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The same on a part of a sequence: a span that two processes share moves to one of them, then only summaries
+        (and of a window its halo) travel.
+        """
+        work, shard, scale = torch.promote_types(q.dtype, torch.float32), call.shard, self.options.softmax_scale
+        text, group_sets = self.described(call.slots, shard.n)
+        cut = shard.aligned(group_sets[0].size if group_sets else 1)
+        q_, k_, v_ = shard.move([x.to(work) for x in (q, k, v)], shard.cut, cut)
+        sources = [(k_, v_, shard.exists, cut)]
+        features = self.abstraction(q_, k_)
+        for number, group_set in enumerate(group_sets, 1):
+            sources.append(summarise_shard(self, text, number, group_set, features, cut, sources, call))
+        out = shard.merge(q_, sources, text, "main", call, queries=cut, scale=scale)
+        return shard.move([out.to(q.dtype)], cut, shard.cut)[0]
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return self.terms(q, k, call).weights()

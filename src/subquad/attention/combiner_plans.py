@@ -37,6 +37,7 @@ class CombinerFixed(Combiner):
 
     cost = "n·√n"
     free_size = "span"
+    boundary = "summaries of spans, and at most one partial span"
     gallery = {"span": 8}
 
     @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ class CombinerWindow(Combiner):
 
     cost = "n·√n"
     free_size = "span"
+    boundary = "summaries of spans, at most one partial span, and the window's halo"
     examples = ({"window": 5}, {"span": 4, "window": 6, "sinks": 3, "abstraction": "mean"})
     gallery = {"span": 8, "window": 12, "sinks": 2}
 
@@ -108,6 +110,7 @@ class CombinerTree(Combiner):
 
     cost = "n·n^(1/(depth+1))"
     free_size = "span"
+    boundary = "summaries of blocks, and at most one partial block of each level"
     examples = ({}, {"span": 2, "depth": 3, "abstraction": "deepsets-max"})
     gallery = {"span": 4}
 

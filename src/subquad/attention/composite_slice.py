@@ -101,12 +101,14 @@ class SliceMLP(nn.Module):
         self.register_buffer("unread", (place > last[:, None]) & causal, persistent=False)  # (hidden, L)
         self.register_buffer("unwritten", (last > place[:, None]) & causal, persistent=False)  # (L, hidden)
 
-    def forward(self, v: Tensor, call: Call) -> Tensor:  # slices (B·m, L, E)
+    def forward(self, v: Tensor, call: Call, numbers: Tensor | None = None) -> Tensor:  # slices (B·m, L, E)
+        """`numbers` (B·m,): by which dropout counts the slices; None = in order."""
         first = self.first.weight.masked_fill(self.unread, 0)
         second = self.second.weight.masked_fill(self.unwritten, 0)
         units = F.gelu(first.expand(len(v), -1, -1).bmm(v))  # (B·m, hidden, E)
         if call.dropout and call.seed is not None:
             place, unit, channel = (torch.arange(size, device=v.device) for size in units.shape)
+            place = place if numbers is None else numbers
             about = (place[:, None, None], unit[:, None], channel, units.dtype)
             units = units * dropout_factors(call.seed.to(v.device), call.dropout, *about)
         return second.expand(len(v), -1, -1).bmm(units)
@@ -160,6 +162,7 @@ class CompositeSlice(Attention):
     paper = "Lee et al. 2023"
     cost = "n·α·L + n²/L²"
     countable = None
+    boundary = "slice embeddings, at most one partial slice, and the extension's halo"
     exponent = 4 / 3  # with L near (2n/α)^(1/3); a fixed L is linear until n ≈ L³
     examples = (
         {},
@@ -218,6 +221,8 @@ class CompositeSlice(Attention):
 
     def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False):
         self._check(query, key, value, key_mask)
+        if self.across is not None:
+            return self.across.attend_tokens(self, query, key, value, project, key_mask, seed)
         rows = Rows.of(key_mask, align=True)
         tokens = _each(lambda x: _clean(rows.align(x[:, None])[:, 0], rows.key_mask), (query, key, value))
         out = _Composer(self, self._call(rows, seed, query.shape[1])).compose(tokens, project, rows.key_mask, 0)
@@ -246,6 +251,11 @@ class CompositeSlice(Attention):
 
     def _call_of(self, seed: Tensor | None) -> Call:
         return Call(seed=seed, dropout=self.options.dropout if self.training else 0.0, training=self.training)
+    def attend_tokens_shard(self, tokens: Tokens, project: Any, call: Call) -> Tensor:
+        """`attend_tokens` on a part of a sequence: tokens (b, t, E) → (b, t, E)."""
+        from subquad.attention.composite_slice_shard import ShardComposer
+
+        return ShardComposer(self, call).compose_shard(tokens, project)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
         if not self.options.interpolate:

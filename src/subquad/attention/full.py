@@ -69,6 +69,15 @@ class Full(Attention):
             q, k, v, mask, causal=self.options.causal and mask is None, call=call, scale=self.options.softmax_scale
         )
 
+    boundary = "all keys and values, round a ring"
+
+    @property
+    def divides(self) -> bool:
+        return self.options.map == "softmax"
+
+    def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return call.shard.ring(q, k, v, call, causal=self.options.causal, scale=self.options.softmax_scale)
+
     def define(self, q: Tensor, k: Tensor, call: Call, seen: Tensor | None = None) -> Tensor:
         return masked_map(self.map, q, k, self._seen(q, k, seen), call.key_mask, self.options.softmax_scale)
 
@@ -87,6 +96,8 @@ class Full(Attention):
     def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False, seen=None):
         if seen is None:
             return super().attend_tokens(query, key, value, project, key_mask, seed, want_record=want_record)
+        if self.across is not None:
+            raise ValueError("attn_mask: a sequence that is divided among processes takes no mask of its own")
         q, k, v = project.together(query, key, value)  # (B, H, n, d)
         self._validate(q, k, v, key_mask)
         rows, q, k, v = self._begin(q, k, v, key_mask)
@@ -143,6 +154,8 @@ def drop_keys(v: Tensor, call: Call) -> Tensor:
     instance = torch.arange(b * h, device=v.device).view(b, h, 1)
     column = ranks(call.key_mask, b, m, m, v.device)[1][:, None]  # (B, 1, m)
     seed, row = call.seed.to(v.device), torch.zeros_like(column)
+    if call.shard is not None:  # counted from the first token of the row
+        column, seed = column + call.shard.tokens_before(v.device), call.shard.seed(seed, h)
     return v * dropout_factors(seed, call.dropout, instance, row, column, v.dtype)[..., None]
 
 

@@ -21,7 +21,7 @@ from subquad.attention.full import drop_keys
 from subquad.attention.states.state import Memory
 from subquad.attention.states.sums import Sums
 from subquad.kernels.linear import kernel_sums
-from subquad.kernels.linear.reference import kernel_weights, normalised
+from subquad.kernels.linear.reference import kernel_weights, normalised, smallest
 
 LONG = 1024  # queries from which heads are worked on one after the other
 
@@ -32,6 +32,7 @@ class Features(NamedTuple):
     a: Tensor  # (B, H, n, f), of the queries
     b: Tensor  # (B, H, m, f), of the keys; 0 where a key does not exist
     scales: Tensor | None = None  # s (B, H, m), never falling along the sequence; None = all 0
+    ends: Tensor | None = None  # (p, B, H): of a divided sequence, the scales at the ends of all processes
 
 
 class KernelAttention(Attention):
@@ -40,6 +41,7 @@ class KernelAttention(Attention):
     family = "kernel"
     exponent = 1.0
     positional = False
+    boundary = "one matrix of sums per head"
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
         """q and k in at least float32."""
@@ -56,11 +58,28 @@ class KernelAttention(Attention):
         return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        a, b, scales = self._features(q, k, call)
+        a, b, scales, _ = self._features(q, k, call)
         return kernel_sums(a, b, v, scales, causal=self.options.causal)
 
+    def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """The sums over the own keys, and those of the processes before (or of all), which travel as one matrix."""
+        shard, work, causal = call.shard, torch.promote_types(q.dtype, torch.float32), self.options.causal
+        a, b, scales, ends = self._features(q, k, call)
+        v = drop_keys(v, call).to(work)
+        v = torch.cat((v, torch.ones_like(v[..., :1])), -1)  # (B, H, t, d + 1): with the denominator
+        if not causal:
+            return divided(a @ shard.total(b.mT @ v)).to(q.dtype)
+        sums = kernel_sums(a, b, v, scales, causal=True, normalise=False) if v.shape[2] else a @ (b.mT @ v)
+        if scales is None or ends is None:
+            return divided(sums + a @ shard.earlier(b.mT @ v).sum(0)).to(q.dtype)
+        last, start = ends[shard.rank], ends[max(shard.rank - 1, 0)]  # (B, H)
+        every = shard.earlier((b * (scales - last[..., None]).exp()[..., None]).mT @ v)  # (rank, B, H, f, d + 1)
+        before = (every * (ends[: shard.rank] - start).exp()[..., None, None]).sum(0)
+        fall = (start[..., None] - scales).clamp(max=0).exp()  # (B, H, t); the first process has nothing before it
+        return divided(sums + (a * fall[..., None]) @ before).to(q.dtype)
+
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        return normalised(kernel_weights(*self._features(q, k, call), causal=self.options.causal))
+        return normalised(kernel_weights(*self._features(q, k, call)[:3], causal=self.options.causal))
 
     def _features(self, q: Tensor, k: Tensor, call: Call) -> Features:
         work = torch.promote_types(q.dtype, torch.float32)
@@ -88,6 +107,13 @@ class KernelAttention(Attention):
     def connections(self, n: int) -> float:
         """Scores are never computed: n queries and n keys meet the features, once each."""
         return 2.0 * n * self.options.head_dim
+
+
+def divided(sums: Tensor) -> Tensor:
+    """Sums (…, d + 1) by their last entry, the denominator; 0 where it vanishes."""
+    total, den = sums[..., :-1], sums[..., -1:]
+    empty = den <= smallest(den.dtype)
+    return (total / den.masked_fill(empty, 1)).masked_fill(empty, 0)
 
 
 def refuse_scale(name: str, options: Any) -> None:

@@ -29,6 +29,7 @@ from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.merge import merge_attention
 from subquad.supports.longshort import LongShort as Sets
+from subquad.supports.shards import in_blocks
 from subquad.supports.support import text_of
 
 
@@ -78,6 +79,53 @@ class LongShort(OutputAttention):
         about = {"lengths": call.lengths, "valid": [call.exists, exist], "dropout": call.dropout, "seed": call.seed}
         out = merge_attention(q, *sources, scale=self.options.softmax_scale, **about)  # type: ignore[arg-type]
         return out.to(kind)
+
+    boundary = "the window's halo, summaries of segments and at most one partial segment; bidirectional: one projection"
+
+    def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        kind, work, shard = q.dtype, torch.promote_types(q.dtype, torch.float32), call.shard
+        q, k, v = q.to(work), k.to(work), v.to(work)
+        far, exist, cut = self._segments(k, v, call) if self.options.causal else self._projected(k, v, call)
+        far = [normed(x, self.far_norm) for x in far]
+        near = [normed(x, self.near_norm) for x in (k, v)]
+        sources = [(*near, shard.exists, shard.cut), (*far, exist, cut)]
+        about = {"queries": shard.cut, "scale": self.options.softmax_scale}
+        return shard.merge(q, sources, text_of(self.sets), "main", call, **about).to(kind)
+
+    def _segments(self, k: Tensor, v: Tensor, call: Call):
+        """Causal: the projections of the segments that this process has, (B, H, S·r, d), and who has which."""
+        shard, size, r = call.shard, self.options.segment, self.sets.rank
+        cut = shard.aligned(size)
+        k, v = shard.move([k, v], shard.cut, cut)
+        pad, count = -k.shape[2] % size, -(-k.shape[2] // size)
+        real = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device)
+        real = real if shard.key_mask is None else shard.masked(cut[shard.rank])
+        real = F.pad(real, (0, pad)).unflatten(1, (count, size))[:, None]  # (B or 1, 1, S, s)
+        keys, values = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (count, size)) for x in (k, v))
+        scores = (keys @ self.weight.to(k.dtype)[:, None]).masked_fill(~real[..., None], torch.finfo(k.dtype).min)
+        pack = scores.softmax(3).mT  # (B, H, S, r, s)
+        exist = None
+        if shard.key_mask is not None:
+            whole = F.pad(shard.key_mask, (0, -shard.n % size)).unflatten(1, (-1, size))
+            exist = whole.any(-1).repeat_interleave(r, 1)[:, None]  # (B, 1, S·r)
+        owners = tuple((lo * r, hi * r) for lo, hi in in_blocks(cut, size))
+        return [(pack @ x).flatten(2, 3) for x in (keys, values)], exist, owners
+
+    def _projected(self, k: Tensor, v: Tensor, call: Call):
+        """Bidirectional: one projection of all tokens, merged from those of the processes by their logsumexps."""
+        shard, r = call.shard, self.sets.rank
+        nothing = torch.finfo(k.dtype).min
+        scores = k @ self.weight.to(k.dtype)  # (B, H, t, r)
+        if call.key_mask is not None:
+            scores = scores.masked_fill(~call.key_mask[:, None, :, None], nothing)
+        scores = F.pad(scores, (0, 0, 0, 1), value=nothing)  # no process is without a token
+        lse = scores.logsumexp(2)  # (B, H, r)
+        pack = scores.softmax(2)[:, :, :-1].mT  # (B, H, r, t)
+        every = shard.gather(torch.cat((pack @ k, pack @ v, lse[..., None]), -1))  # (p, B, H, r, 2d + 1)
+        share = every[..., -1:].softmax(0)
+        far = (every[..., :-1] * share).sum(0).chunk(2, -1)  # (B, H, r, d)
+        exist = None if shard.key_mask is None else shard.key_mask.any(1)[:, None, None].expand(-1, 1, r)
+        return list(far), exist, ((0, r),) * shard.group.size
 
     def define_output(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         n, b = q.shape[2], len(q)

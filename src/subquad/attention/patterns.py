@@ -52,6 +52,7 @@ class PatternAttention(Attention):
     family = "sparse pattern"
     grouped = True
     stays_inside = True
+    boundary = "the keys of others that its sets name: a halo, global tokens, column tokens"
     kind: ClassVar[type[Pattern]]
     own_options: ClassVar[tuple[str, ...]] = ()  # options that are the pattern's
     free_size: ClassVar[str] = ""  # the option that, left open, follows the length
@@ -126,6 +127,20 @@ class PatternAttention(Attention):
             which = "union" if family is None else str(family)
             x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
             outs.append(merge_attention(x, [y], [z], text, which, q.shape[2], scale=scale, **about))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    @property
+    def divides(self) -> bool:
+        return bool(self.boundary) and self._has_parts and self.options.map == "softmax"
+
+    def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`_by_blocks` for the queries of this process."""
+        shard, text, outs, scale = call.shard, self._text(call.slots), [], self.options.softmax_scale
+        for heads, family in self.head_groups():
+            which = "union" if family is None else str(family)
+            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
+            sources = [(y, z, shard.exists, shard.cut)]
+            outs.append(shard.merge(x, sources, text, which, call, queries=shard.cut, scale=scale))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _families(self) -> list[int]:
@@ -301,6 +316,7 @@ class Star(PatternAttention):
 
 class Random(PatternAttention):
     __doc__ = drawn.Random.__doc__
+    boundary = ""
     kind = drawn.Random
     paper = "Yun et al. 2020, section 5"
     cost = "density·n²"
@@ -337,6 +353,7 @@ class Longformer(PatternAttention):
 
 class BigBird(PatternAttention):
     __doc__ = drawn.BigBird.__doc__
+    boundary = ""
     kind = drawn.BigBird
     paper = "Zaheer et al. 2020"
     cost = "n·block"
@@ -361,6 +378,7 @@ class BigBird(PatternAttention):
 
 class Logsparse(PatternAttention):
     __doc__ = patterns.Logsparse.__doc__
+    boundary = ""
     kind = patterns.Logsparse
     paper = "Li et al. 2019; Ren et al. 2021, section 4.2"
     cost = "n·log n"
@@ -412,6 +430,7 @@ class Custom(PatternAttention):
     function of n that returns one of these.
     """
 
+    boundary = ""
     paper = "Yun et al. 2020, eq. 2"
     cost = "edges"
     exponent = 2.0

@@ -74,12 +74,14 @@ class Performer(KernelAttention):
         return make(self.num_features, self.options.head_dim, draw).to(torch.get_default_dtype())
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
-        return self._features_behind(q, k, call.key_mask, None)
+        return self._features_behind(q, k, call.key_mask, None, call)
 
     def features_from(self, q, k, real, position, before):
         return self._features_behind(q, k, real, before)
 
-    def _features_behind(self, q: Tensor, k: Tensor, key_mask: Tensor | None, before: Tensor | None) -> Features:
+    def _features_behind(
+        self, q: Tensor, k: Tensor, key_mask: Tensor | None, before: Tensor | None, call: Call | None = None
+    ) -> Features:
         """`before` (B, H, 1, 1): the largest exponent of the keys before these."""
         epsilon, real = self.options.epsilon, None if key_mask is None else key_mask[:, None, :, None]
         own = self._along(q)  # (B, H, n, r); |q'|²/2 goes with the maximum
@@ -89,11 +91,29 @@ class Performer(KernelAttention):
         top = top if real is None else top.masked_fill(~real[..., 0], LOWEST)
         top = top.clamp(min=LOWEST)
         top = top if before is None else top.maximum(before[..., 0])
-        top = top.cummax(-1).values if self.options.causal else top.amax(-1, keepdim=True)
+        ends = None if call is None or call.shard is None else self._ends(top, call)
+        top = self._running(top) if ends is None else self._running_from(top, ends, call)
         b = other.sub_((half + top)[..., None])
         b = b.exp_() if real is None else b.masked_fill_(~real, -torch.inf).exp_()
         b = b + (epsilon if real is None else epsilon * real)
-        return Features(a, b, top if self.options.causal else None)
+        return Features(a, b, top if self.options.causal else None, ends)
+
+    def _running(self, top: Tensor) -> Tensor:
+        """The maximum of all keys, (B, H, 1); causal, of the keys up to each, (B, H, m)."""
+        return top.cummax(-1).values if self.options.causal else top.amax(-1, keepdim=True)
+
+    def _running_from(self, top: Tensor, ends: Tensor, call: Call) -> Tensor:
+        """The same for the keys of one process, of a sequence that is divided."""
+        if not self.options.causal:
+            return ends[-1][..., None]
+        own = self._running(top) if top.shape[-1] else top
+        return own.maximum(ends[call.shard.rank - 1][..., None]) if call.shard.rank else own
+
+    @staticmethod
+    def _ends(top: Tensor, call: Call) -> Tensor:
+        """The maximum of the keys up to the end of every process, (p, B, H); some may have no key."""
+        own = torch.cat((top, top.new_full((*top.shape[:2], 1), LOWEST)), -1)
+        return call.shard.told(own.amax(-1)).cummax(0).values
 
     def _along(self, x: Tensor) -> Tensor:
         """ω·x', (B, H, n, r): a new tensor, which may be changed in place."""

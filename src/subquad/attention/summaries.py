@@ -21,6 +21,7 @@ from subquad.kernels.pools import span_pool, spans_with_members
 from subquad.kernels.pools.shapes import anyone, binary_nodes, others, pooled, prefixes
 from subquad.supports.grids import has_groups
 from subquad.supports.partitions import GroupSet
+from subquad.supports.shards import in_blocks
 
 Source = tuple[Tensor, Tensor, Tensor | None]  # keys, values (B, H, m, d), which exist (B, 1, m) or None
 
@@ -80,6 +81,28 @@ def _spans(module, group_set, tokens: Tokens, features, below: Source, find: _Fi
         key = span_pool(features[1], group_set.size, **about)
     alive = None if call.key_mask is None else spans_with_members(call.key_mask, group_set.size, skip)
     return key, find(query, below), alive
+
+
+def summarise_shard(module: Any, text: str, number: int, group_set: GroupSet, features, cut, sources, call: Call):
+    """The spans of source `number` that begin with this process: keys, values, which of all exist, who has which.
+
+    `features` (B, H, t, d) are of the tokens in `cut`; what a span lacks of them comes from the processes behind.
+    """
+    shard, size, skip = call.shard, group_set.size, group_set.skip
+    spans = in_blocks(cut, size)
+    whole = tuple((lo * size, max(lo * size, min(shard.n, hi * size))) for lo, hi in spans)  # the tokens of their spans
+    first, last = whole[shard.rank]
+    about = {"pool": module.abstraction.pool, "key_mask": shard.masked((first, last)), "lengths": None}
+    count = spans[shard.rank][1] - spans[shard.rank][0]
+    query, key = (
+        span_pool(x, size, skip=max(0, skip - first), **about)[:, :, :count] for x in shard.move(features, cut, whole)
+    )  # (B, H, spans, d)
+    alive = None if shard.key_mask is None else spans_with_members(shard.key_mask, size, skip)
+    alive = None if alive is None else alive[:, :, : -(-shard.n // size)]
+    which, below = f"members:{number}", [sources[group_set.below]]
+    scale = module.options.softmax_scale
+    value = shard.merge(query, below, text, which, call, queries=spans, scale=scale, dropout=False)
+    return key, value, alive, spans
 
 
 # ---- binary blocks ------------------------------------------------------------------------------------------

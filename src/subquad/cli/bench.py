@@ -58,6 +58,15 @@ def bench(
     ] = False,
     chunk: Annotated[int, typer.Option(min=1, help="With --decode: tokens of a chunk of the prefill.")] = 1024,
     repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time counts.")] = 3,
+    processes: Annotated[
+        str | None,
+        typer.Option(
+            help="Divide the sequence among so many processes, comma-separated, such as 1,2,4.", show_default=False
+        ),
+    ] = None,
+    count_only: Annotated[
+        bool, typer.Option("--count-only", help="With --processes: only count the bytes that travel, for any length.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file, updated as they come.")
     ] = None,
@@ -83,7 +92,12 @@ def bench(
     mechanisms of whole layers are measured with their projections and compared with a layer of full attention.
 
     With --decode, one token after n others is measured against full attention over a preallocated key/value cache.
+
+    With --processes, one sequence is divided among several processes of one thread each: time and memory of a layer's
+    forward and backward pass, and the bytes that a process sends, against ring attention (docs/distributed.md).
     """
+    if count_only and processes is None:
+        raise typer.BadParameter("--count-only needs --processes")
     for path in (json, png):
         _check_writable(path)
     if peers:
@@ -100,6 +114,13 @@ def bench(
     lengths = parse_lengths("1024,4096,8192" if n is None else n)
     for spec in specs:
         check_name(spec)
+    if processes is not None:
+        if png is not None or json is not None:
+            raise typer.BadParameter("--processes prints a table: leave --json and --png out")
+        from subquad.cli.bench_processes import show
+
+        show(specs, lengths, parse_lengths(processes), causal, heads, head_dim, batch, repeats, count_only)
+        return
     from subquad.bench import Setting, busy
 
     if decode:

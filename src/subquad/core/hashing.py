@@ -23,6 +23,21 @@ def dropout_seed(seed: Tensor) -> Tensor:
     return _mix(seed ^ _DROPOUT)
 
 
+def seed_from(seed: Tensor, instance: int) -> Tensor:
+    """The seed under which instances 0, 1, … drop what `instance`, `instance` + 1, … drop under `seed`.
+
+    A stream begins with mix(dropout_seed + γ·instance): the hash is undone, moved along, and done again.
+    """
+    if not instance:
+        return seed
+    x = (int(dropout_seed(seed)) + int(GAMMA) * instance) % 2**64
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        x ^= x >> shift ^ x >> 2 * shift
+        x = x * pow(factor, -1, 2**64) % 2**64
+    x ^= _DROPOUT
+    return torch.tensor(x - 2**64 if x >= 2**63 else x, device=seed.device)
+
+
 # ---- Numba ----
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.utils import can_return_tuple
 
+from subquad.distributed.layouts import Layout, current
+from subquad.distributed.parallel import total
 from subquad.models.blocks import Glorot
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
@@ -214,6 +216,9 @@ class SubquadForSequenceClassification(SubquadForTokenClassification):
 
 def pool(states: Tensor, attention_mask: Tensor | None, how: str) -> Tensor:
     """(B, n, D) → (B, D): the first real token, or the mean of the real ones."""
+    layout = current()
+    if layout is not None:  # a part of the sequence
+        return pool_part(states, layout, how)
     if attention_mask is None:
         return states[:, 0] if how == "cls" else states.mean(1)
     if how == "cls":
@@ -242,3 +247,13 @@ def pool_packed(states: Tensor, packing: Packing, how: str) -> Tensor:
     lengths = ends - packing.starts  # (S,)
     own = torch.arange(len(lengths), device=states.device).repeat_interleave(lengths)  # (T,)
     return states.new_zeros(len(lengths), states.shape[-1]).index_add(0, own, tokens) / lengths[:, None]
+
+
+def pool_part(states: Tensor, layout: Layout, how: str) -> Tensor:
+    """The same where each process has a part (B, t, D) of the sequence: the sum over the processes."""
+    real = torch.ones(len(states), layout.n, dtype=torch.bool) if layout.key_mask is None else layout.key_mask
+    if how == "cls":
+        place = torch.arange(layout.n, device=real.device)
+        real = real & (place == real.int().argmax(1, keepdim=True))
+    share = real.to(states) / real.sum(1, keepdim=True).clamp(min=1).to(states)  # (B, n)
+    return total((states * layout.take(share)[..., None]).sum(1), layout.group)

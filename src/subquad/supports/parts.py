@@ -43,6 +43,14 @@ class Grid(NamedTuple):
         """One block."""
         return cls(places.start, 1, 0, len(places), places.step)
 
+    def cut(self, block: int, blocks: int, inside: slice) -> Grid:
+        """Some of the blocks, and of each the same stretch."""
+        start = self.start + block * self.step + inside.start * self.stride
+        return Grid(start, blocks, self.step if blocks > 1 else 0, inside.stop - inside.start, self.stride)
+
+    def moved(self, by: int) -> Grid:
+        return self._replace(start=self.start + by)
+
     def places(self) -> np.ndarray:
         return self.start + np.arange(self.blocks)[:, None] * self.step + np.arange(self.length) * self.stride
 
@@ -77,11 +85,22 @@ class Part:
     rule: int = 0  # 0: the intervals above; else a relation of another kind
     span: int = 1  # rule=NEAR: tokens of a span
     past: bool = False  # rule=NEAR: only keys at or before the query
+    origin: int = 0  # where place 0 stands in the whole sequence: not 0 in a shard (`supports.shards`)
+    numbers: Grid | None = None  # which keys of the whole source they are; None = those where they are stored
     fresh: bool = False  # no earlier part has touched these queries (set by `make_plan`)
 
     @cached_property
     def placed(self) -> Grid:
         return self.keys if self.positions is None else self.positions
+
+    @cached_property
+    def numbered(self) -> Grid:
+        return self.keys if self.numbers is None else self.numbers
+
+    def piece(self, block: int, blocks: int, rows: slice, keys: slice) -> Part:
+        """Some blocks of the part, with some of their rows and keys."""
+        stored, placed = (grid.cut(block, blocks, keys) for grid in (self.keys, self.placed))
+        return replace(self, queries=self.queries.cut(block, blocks, rows), keys=stored, positions=placed, fresh=False)
 
     @cached_property
     def is_self(self) -> bool:
@@ -109,9 +128,9 @@ class Part:
 
         NOT_NEAR is the complement. Blocks that are a whole number of spans apart agree.
         """
-        q, k = self.queries, self.keys
+        q, k = self.queries, self.placed
         same = q.blocks == 1 or (q.step == k.step and q.step % self.span == 0)
-        row, key = (grid.places()[: 1 if same else None] for grid in (q, k))
+        row, key = (grid.places()[: 1 if same else None] + self.origin for grid in (q, k))
         row, key = row[:, :, None], key[:, None]  # (A, L, 1), (A, 1, S)
         first = key // self.span * self.span
         near = (first + self.span - 1 - row >= self.lo) & (first - row <= self.hi)

@@ -158,6 +158,10 @@ class _Masked(Part):
     __hash__ = object.__hash__  # the mask is what it is: two of them are never the same part
     __eq__ = object.__eq__
 
+    def piece(self, block, blocks, rows, keys):
+        assert self.mask is not None
+        return replace(super().piece(block, blocks, rows, keys), mask=self.mask[rows, keys])
+
     def allowed(self) -> np.ndarray:
         assert self.mask is not None
         return self.mask[None]

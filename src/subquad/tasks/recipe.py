@@ -36,6 +36,7 @@ class Recipe(Checked):
     steps: int = option(1000, "optimiser steps", ge=1)
     batch: int = option(32, "sequences per step, over all processes", ge=1)
     accumulate: int = option(1, "parts that a batch is computed in, one after another", ge=1)
+    sequence_parallel: int = option(1, "processes that share each sequence (torchrun)", ge=1)
     rate: float = option(1e-3, "peak learning rate", gt=0)
     warmup: int = option(0, "steps of linear warm-up", ge=0)
     schedule: Literal["linear", "cosine", "constant", "sqrt"] = option("cosine", "learning rate after the warm-up")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-Member = tuple[str, int]  # host name and process id
+from subquad.distributed.faults import Members
+
 TO_RESUME = "run the same command again with --resume (in Python: resume=True) to continue"
-PATIENCE = 5.0  # seconds in which a dead process is noticed by the operating system
 
 
 def world_size() -> int:
@@ -49,39 +46,17 @@ def name_dead_processes() -> Iterator[None]:
     if not together():
         yield
         return
-    members: list[Member] = [("", 0)] * world_size()
-    dist.all_gather_object(members, (socket.gethostname(), os.getpid()))
+    members = Members.of()
     try:
         yield
     except (RuntimeError, OSError) as error:
-        dead = wait_for_dead(members)
+        dead = members.dead()
         if not dead:
             raise
-        speaker = min(set(range(len(members))) - set(dead))
+        speaker = min(set(range(len(members.where))) - set(dead))
         if rank() != speaker:
             raise SystemExit(1) from None
         raise ConnectionError(
-            f"process {dead[0]} of {len(members)} (pid {members[dead[0]][1]}) has died, so the others stopped; "
-            f"{TO_RESUME}"
+            f"process {dead[0]} of {len(members.where)} (pid {members.where[dead[0]][1]}) has died, so the others "
+            f"stopped; {TO_RESUME}"
         ) from error
-
-
-def wait_for_dead(members: list[Member]) -> list[int]:
-    """The ranks of processes on this machine that have ended, as soon as there is one."""
-    here, end = socket.gethostname(), time.monotonic() + PATIENCE
-    while True:
-        dead = [index for index, (host, pid) in enumerate(members) if host == here and not alive(pid)]
-        if dead or time.monotonic() > end:
-            return dead
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except ProcessLookupError:
-        return False
-    except OSError:  # not ours to signal, or not Linux
-        return True
-    return status.rsplit(")", 1)[1].split()[0] not in "ZX"  # a zombie is dead, and waits for its parent to notice

@@ -26,6 +26,7 @@ from transformers import TrainerState, set_seed
 
 import subquad
 from subquad.core import memory
+from subquad.distributed import whole
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks.base import Task
 from subquad.training import checkpoints, folder, log
@@ -33,6 +34,7 @@ from subquad.training.callbacks import TIMES, Recorder, Stopper, no_progress_bar
 from subquad.training.connections import connections
 from subquad.training.folder import clear, was
 from subquad.training.processes import TO_RESUME, main_process, name_dead_processes, world_size
+from subquad.training.sequence import Sequence, check_divided
 from subquad.training.trainer import Resume, RunTrainer, evaluation_seed, make_arguments, make_trainer, seeded
 
 __all__ = ["Interrupted", "Run", "check_specs", "clear", "main_process", "make_arguments", "make_model", "slug",
@@ -55,12 +57,14 @@ class Run:
     command: list[str] = field(default_factory=lambda: sys.argv)
 
     def described(self) -> dict[str, Any]:
-        """What decides the result: a run resumes only under the same description."""
+        """What decides the result: a run resumes only under the same description, on any number of processes."""
+        settings = self.task.recipe.asdict()
+        del settings["sequence_parallel"]
         return {
             "task": self.task.name,
             "attention": self.attention,
             "recipe": self.recipe_name,
-            "settings": self.task.recipe.asdict(),
+            "settings": settings,
             "seed": self.seed,
         }
 
@@ -78,6 +82,8 @@ def check_specs(task: Task, specs: list[str]) -> None:
         hidden_size=r.width, num_hidden_layers=r.layers, num_attention_heads=r.heads, positions=r.positions,
         max_position_embeddings=r.length, attention=specs, attention_dropout=r.attention_dropout,
     )  # fmt: skip
+    if r.sequence_parallel > 1:
+        check_divided(task, config)
     for causal in directions:
         config.check_layers(causal=causal)
 
@@ -121,7 +127,8 @@ def _train(run: Run, arguments: Any, splits: Any, checkpoint: Path | None) -> di
     recorder = Recorder(run.out, r.batch * r.length, memory.reset_peak(), records)  # memory: the program and the data
     model = make_model(run)
     stopper = Stopper()
-    trainer = make_trainer(run, arguments, model, splits, stopper, recorder)
+    sequence = Sequence.of(run.task, model) if r.sequence_parallel > 1 else None
+    trainer = make_trainer(run, arguments, model, splits, stopper, recorder, sequence)
     if checkpoint is not None and is_trained(checkpoint, r):
         take_best(trainer, model, checkpoint)  # killed during the test: nothing is left to train
     else:
@@ -135,6 +142,8 @@ def _train(run: Run, arguments: Any, splits: Any, checkpoint: Path | None) -> di
         say(f"{where}; {TO_RESUME}")
         raise Interrupted(where)  # the command line turns it into exit code 130, silently
     test = trainer.evaluate(splits.test, metric_key_prefix="test")
+    if sequence is not None:
+        whole(model)
     with seeded(evaluation_seed(run.seed, 0)):
         test.update({f"test_{key}": value for key, value in run.task.finish(model, splits.test).items()})
     result = None

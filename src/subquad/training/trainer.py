@@ -23,6 +23,7 @@ from transformers.integrations import TensorBoardCallback
 from subquad.training import checkpoints, log, statistics
 from subquad.training.callbacks import Bar, Recorder, Stopper
 from subquad.training.processes import TO_RESUME, world_size
+from subquad.training.sequence import Sequence, data_processes
 
 UNLOGGED = "unlogged.json"  # in a checkpoint: the loss since the last record of the log
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -57,9 +58,11 @@ class RunTrainer(Trainer):
         self.density: torch.Tensor | None = None
         self.sums: statistics.Sums = None
         self.records: list[dict[str, Any]] = []  # the log so far: a checkpoint has a copy
+        self.sequence: Sequence | None = None  # the processes that share each sequence
         self.add_callback(_Between(self))
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        inputs = inputs if self.sequence is None else self.sequence.part(inputs)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
         density = getattr(outputs, "density", None)
         self.density = self.density if density is None else density.detach()
@@ -82,6 +85,16 @@ class RunTrainer(Trainer):
             ignore_keys = [*known, "density", "statistics"]
         with seeded(evaluation_seed(self.args.seed, step)):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)
+        return loader if self.sequence is None else self.sequence.same_batches(loader)
+
+    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        if self.sequence is None:
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        return self.sequence.evaluate(self.model, dataloader.dataset, self.args.eval_batch_size, prefix)
 
     # ---- checkpoints ----
 
@@ -147,7 +160,10 @@ def _hint(error: Exception, run: Path) -> str:
     return f"; what was saved before is kept{what} {TO_RESUME}"
 
 
-def make_trainer(run: Any, arguments: Any, model: Any, splits: Any, stopper: Stopper, recorder: Recorder) -> RunTrainer:
+def make_trainer(
+    run: Any, arguments: Any, model: Any, splits: Any, stopper: Stopper, recorder: Recorder,
+    sequence: Sequence | None = None,
+) -> RunTrainer:  # fmt: skip
     task, r = run.task, run.task.recipe
     callbacks: list[TrainerCallback] = [recorder, stopper, Bar(run.title, task.metric, recorder)]
     if r.patience is not None:
@@ -166,13 +182,13 @@ def make_trainer(run: Any, arguments: Any, model: Any, splits: Any, stopper: Sto
         callbacks=callbacks,
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    recorder.trainer, trainer.records = trainer, recorder.records
+    recorder.trainer, trainer.records, trainer.sequence = trainer, recorder.records, sequence
     return trainer
 
 
 def make_arguments(run: Any) -> TrainingArguments:
     """A recipe in transformers' words."""
-    r, processes = run.task.recipe, world_size()
+    r, processes = run.task.recipe, data_processes(run.task.recipe)
     parts = processes * r.accumulate
     if r.batch % parts:
         several = f"{processes} processes × " if processes > 1 else ""

@@ -146,7 +146,7 @@ class Sums(Memory):
 
     def terms(self, module: Any, chunk: Chunk, before: Tensor | None, seed: Tensor | None) -> Terms:
         q, k, v = every_head(chunk)
-        a, b, s = module.features_from(q, k, existing(chunk), chunk.position, before)
+        a, b, s, _ = module.features_from(q, k, existing(chunk), chunk.position, before)
         v = dropped(module, torch.cat((v, torch.ones_like(v[..., :1])), -1), chunk, seed)
         return Terms(a, b, v, None if s is None else s[..., None])
 

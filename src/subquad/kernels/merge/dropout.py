@@ -67,10 +67,8 @@ class Settings(NamedTuple):
             mask = q.new_full((rows, rows), -torch.inf).triu_(1)[None, None]
         mask = q.new_zeros(1, 1, 1, 1) if mask is None else mask  # (G or 1, A or 1, L or 1, S)
         mask = mask.expand(*mask.shape[:3], part.keys.length) if mask.shape[3] == 1 else mask
-        places, numbers = (
-            part.queries.places(),
-            key_places(part, views.plan).numpy() + part.source * SOURCE,
-        )  # (A, L), (A, S)
+        numbers = key_places(part, views.plan).numpy() if part.numbers is None else part.numbers.places()  # (A, S)
+        places, numbers = part.queries.places() + part.origin, numbers + part.source * SOURCE  # (A, L), (A, S)
         step = max(1, BLOCK // (q.shape[0] * part.queries.length * part.keys.length))
         for first in range(0, part.queries.blocks, step):
             a = slice(first, min(first + step, part.queries.blocks))

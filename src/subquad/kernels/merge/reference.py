@@ -97,5 +97,7 @@ def _kept(like: Tensor, part: Part, rows: slice, at: Tensor, key: Tensor, seed: 
     assert seed is not None
     b, h = like.shape[:2]
     instance = torch.arange(rows.start * h, rows.start * h + b * h, device=like.device).view(b, h, 1, 1, 1)
-    columns = (key + part.source * SOURCE)[:, None]  # (A, 1, S)
-    return dropout_factors(seed.to(like.device), dropout, instance, at[..., None], columns, like.dtype)
+    number = key if part.numbers is None else torch.from_numpy(part.numbers.places()).to(key.device)
+    columns = (number + part.source * SOURCE)[:, None]  # (A, 1, S)
+    rows_ = at[..., None] + part.origin  # (A, L, 1)
+    return dropout_factors(seed.to(like.device), dropout, instance, rows_, columns, like.dtype)

@@ -1,0 +1,141 @@
+"""How a batch is divided: how long the whole sequence is, who has which places of it, and what is padding.
+
+Processes agree on it once per forward pass of a model (`sequence_parallel` does), or once per call of a mechanism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from subquad.distributed.groups import Group
+from subquad.supports.shards import Cut, Range, divide
+
+_current: ContextVar[Layout | None] = ContextVar("layout", default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """One batch: n slots, divided among the processes of a group."""
+
+    group: Group
+    n: int
+    key_mask: Tensor | None = None  # bool (B, n) of the whole batch, True = a real token; None = all are
+    seed: int = 0  # drawn by the first process: the same for all
+    zigzag: bool = False
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[Range, ...], ...]:
+        """The slots of every process: one range each, or two with zig-zag (`zigzag_ranges`)."""
+        if self.zigzag:
+            return zigzag_ranges(self.n, self.group.size)
+        return tuple((one,) for one in divide(self.n, self.group.size))
+
+    @property
+    def cut(self) -> Cut:
+        if self.zigzag:
+            raise ValueError("layout='zigzag' is for full attention; every other mechanism takes contiguous shards")
+        return divide(self.n, self.group.size)
+
+    @property
+    def mine(self) -> tuple[Range, ...]:
+        return self.ranges[self.group.rank]
+
+    @property
+    def length(self) -> int:
+        """Slots of this process."""
+        return sum(hi - lo for lo, hi in self.mine)
+
+    def take(self, x: Tensor) -> Tensor:
+        """This process's slots of a whole (B, n, …)."""
+        pieces = [x[:, lo:hi] for lo, hi in self.mine]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    def places(self, device: torch.device | None = None) -> Tensor:
+        """The numbers of this process's slots, (t,)."""
+        return self.take(torch.arange(self.n, device=device)[None])[0]
+
+    def joined(self, x: Tensor) -> Tensor:
+        """(B, t, …) of every process as a whole (B, n, …). No gradient."""
+        return join(self.group, x, self.ranges)
+
+    def positions(self, device: torch.device | None = None) -> Tensor:
+        """Positions count real tokens, from 0: (B or 1, t)."""
+        if self.key_mask is None:
+            return self.places(device)[None]
+        return self.take((self.key_mask.long().cumsum(1) - 1).clamp(min=0))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The mechanisms that are called inside need not ask the other processes again."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+def current() -> Layout | None:
+    return _current.get()
+
+
+def zigzag_ranges(n: int, processes: int) -> tuple[tuple[Range, ...], ...]:
+    """Of 2p chunks process r has number r and number 2p-1-r: of causal full attention all then have the same work."""
+    chunks = divide(n, 2 * processes)
+    return tuple((chunks[r], chunks[2 * processes - 1 - r]) for r in range(processes))
+
+
+def join(group: Group, x: Tensor, ranges: tuple[tuple[Range, ...], ...]) -> Tensor:
+    """(B, t, …) of every process, in the order of the sequence."""
+    sizes = [sum(hi - lo for lo, hi in some) for some in ranges]
+    longest = max(sizes)
+    padded = x.new_zeros(x.shape[0], longest, *x.shape[2:])
+    padded[:, : x.shape[1]] = x
+    every = group.gather(padded)  # (p, B, longest, …)
+    pieces = []
+    for r, some in enumerate(ranges):
+        at = 0
+        for lo, hi in some:
+            pieces.append((lo, every[r][:, at : at + hi - lo]))
+            at += hi - lo
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], 1)
+
+
+def agree(
+    group: Group, length: int, batch: int, key_mask: Tensor | None, seed: int = 0, zigzag: bool = False
+) -> Layout:
+    """The layout of a batch of which this process has `length` slots. Where they do not fit, all processes raise."""
+    device = torch.device("cpu") if key_mask is None else key_mask.device
+    told = torch.tensor([length, batch, key_mask is not None, seed], device=_device(group, device))
+    table = group.gather(told).cpu()  # (p, 4)
+    lengths, batches = table[:, 0].tolist(), table[:, 1].tolist()
+    n = sum(lengths)
+    if len(set(batches)) > 1:
+        raise ValueError(f"batch sizes differ between the processes of a sequence: {', '.join(map(str, batches))}")
+    layout = Layout(group, n, None, int(table[0, 3]), zigzag)
+    wanted = [sum(hi - lo for lo, hi in some) for some in layout.ranges]
+    if lengths != wanted:
+        raise ValueError(
+            f"lengths differ between the processes of a sequence: {', '.join(map(str, lengths))} tokens; a sequence of "
+            f"{n} is divided as {', '.join(map(str, wanted))} (subquad.distributed.shard does it)"
+        )
+    if not bool(table[:, 2].any()):
+        return layout
+    local = torch.ones(batch, length, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    whole = layout.joined(local.to(_device(group, device)).byte()).bool().to(device)
+    return layout if bool(whole.all()) else Layout(group, n, whole, layout.seed, zigzag)
+
+
+def _device(group: Group, device: torch.device) -> torch.device:
+    """Where the group's backend takes tensors: NCCL has none on the CPU."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_backend(group.group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "meta" else device
