@@ -37,6 +37,7 @@ COMMANDS = {
     "generate": "use",
     "sample": "sample",
     "study": "study",
+    "doctor": "doctor",
     "analyze": "analyze",
     "prove": "prove",
 }
