@@ -1,7 +1,7 @@
 """`subquad study gpu-build`: the Triton kernels compiled for real GPUs on a machine that has none.
 
-For every kernel, dtype and head width: registers per thread, bytes of shared memory and of stack per program (a stack of
-0 bytes means that no register is spilled), matrix instructions in the machine code, and the occupancy that follows from
+For every kernel, dtype and head width: registers per thread, bytes of shared memory and of stack (a stack of 0
+bytes means that no register is spilled), matrix instructions in the machine code, and the occupancy that follows from
 registers and shared memory. Nothing here is a measurement of speed.
 """
 

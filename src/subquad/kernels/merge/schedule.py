@@ -1,4 +1,4 @@
-"""The parts of a plan as tiles for a GPU: which rectangles of (queries × keys) each tile of queries, or of keys, visits.
+"""The parts of a plan as tiles for a GPU: which rectangles (queries × keys) each tile of queries, or of keys, visits.
 
 A tile is up to `size` places start + i·unit. Parts whose queries stand side by side share tiles of unit 1; parts whose
 queries are w apart (columns of a grid) need tiles of unit w, which are a *pass* of their own: it takes up the running
