@@ -40,10 +40,10 @@ OPERATORS = {
     operator.name: operator
     for operator in (
         Operator("merge", ("triton", "aten", "reference"), "one softmax over the parts of a plan"),
-        Operator("edges", ("reference",), "softmax over a list of edges"),
-        Operator("graphs", ("reference",), "sampled graphs with a straight-through gradient"),
-        Operator("sampler", ("reference",), "graphs drawn from a stochastic block model"),
-        Operator("linear", ("reference",), "prefix sums of φ(k)vᵀ"),
+        Operator("edges", ("triton", "reference"), "softmax over a list of edges"),
+        Operator("graphs", ("triton", "reference"), "sampled graphs: listed rows; masked rows in torch operators"),
+        Operator("sampler", ("reference",), "graphs of a stochastic block model, in torch operators"),
+        Operator("linear", ("reference",), "prefix sums of φ(k)vᵀ, in torch operators"),
         Operator("clusters", ("reference",), "tokens sorted by cluster, in torch operators"),
         Operator("selected", ("reference",), "blocks chosen by their scores, in torch operators"),
         Operator("maxima", ("reference",), "running maxima, in torch operators"),

@@ -1,8 +1,8 @@
 """The merge operators on torch's own GPU kernels: a call per part, for machines without Triton.
 
 Parts without a mask run through `_scaled_dot_product_flash_attention` (half precision), the others, and float32,
-through `_scaled_dot_product_efficient_attention` with a bias. Both return logsumexps, by which the parts are merged, and
-their backwards take the merged output and logsumexp, as on a CPU. Nothing here waits for the device but reading the
+through `_scaled_dot_product_efficient_attention` with a bias. Both return logsumexps, by which the parts are merged,
+and their backwards take the merged output and logsumexp, as on a CPU. Nothing here waits for the device but reading the
 lengths of a padded batch.
 """
 
