@@ -3,8 +3,9 @@
     time = max(operations / (peak · efficiency), bytes / bandwidth) + launches · LAUNCH
 
 Operations are 4·d per (query, key) pair of the tiles that the kernel really visits, masked pairs included. Full
-attention has n² pairs, causal half of them. Every query, key, value and output is counted to cross the memory once per visit of a
-tile for merge, once for full attention. The efficiencies are assumptions and stand in the table's heading.
+attention has n² pairs, causal half of them. For merge, queries and outputs cross the memory once
+per pass, keys and values at every visit; for full attention everything does once. The efficiencies are assumptions and
+stand in the table's heading.
 """
 
 from __future__ import annotations

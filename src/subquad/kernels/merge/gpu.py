@@ -37,13 +37,13 @@ def shapes(width: int, dtype: torch.dtype) -> dict[str, Shape]:
     if width <= 64:
         return {
             "forward": Shape(128, 64, 8, 2),
-            "query_gradient": Shape(64, 64, 4, 2),
-            "key_gradient": Shape(64, 64, 8, 2),
+            "query_gradient": Shape(64, 32, 4, 2),
+            "key_gradient": Shape(32, 32, 4, 2),
         }
-    keys = 64 if width <= 128 else 32
+    keys = 32 if width <= 128 else 16
     return {
-        "forward": Shape(64, keys, 4 if width <= 128 else 8, 2),
-        "query_gradient": Shape(64, keys, 8, 2),
+        "forward": Shape(64, 32, 4 if width <= 128 else 8, 2),
+        "query_gradient": Shape(64, 2 * keys, 8, 2),
         "key_gradient": Shape(32, keys, 8, 1),
     }
 
