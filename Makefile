@@ -66,7 +66,7 @@ tables: $(READY)
 # The stamp is written last: an interrupted installation is done again.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev,gpu]"
 	touch $@
 
 clean:

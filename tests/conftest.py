@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin starve the other workers
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports triton: kernels are interpreted
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what triton does anyway, and warns about
 
 import pytest
 import torch

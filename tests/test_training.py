@@ -18,8 +18,8 @@ from transformers import TrainingArguments
 from transformers.utils import ModelOutput
 from typer.testing import CliRunner
 
-from subquad.cli import app
 from subquad.attention.registry import available, mechanism
+from subquad.cli import app
 from subquad.core import child
 from subquad.core.options import split_list
 from subquad.models import HEADS, SubquadConfig

@@ -45,6 +45,7 @@ from subquad.layers import MultiheadAttention
 
 FULL = "full"  # what everything is measured against
 LEAST = 0.05  # seconds of a round
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +57,24 @@ class Setting:
     head_dim: int = 64
     causal: bool = False
     backward: bool = False
+    device: str = "cpu"
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be an integer ≥ 1, not {getattr(self, name)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda, not {self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device=cuda: torch finds no GPU here (subquad doctor shows what it finds)")
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where tensors are, and of which dtype."""
+        return {"device": self.device, "dtype": getattr(torch, self.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +138,19 @@ class Step:
             self()
         self.flops = counter.get_total_flops() or None
 
+    def wait(self) -> None:
+        """Until a GPU has done what it was given."""
+        if self.inputs[0].is_cuda:
+            torch.cuda.synchronize()
+
     def clock(self) -> None:
         """The best of the calls that fit into `LEAST` seconds: a single short call says little."""
+        self.wait()
         first = last = time.perf_counter()
         best = float("inf")
         while last - first < LEAST:
             self()
+            self.wait()
             now = time.perf_counter()
             best, last = min(best, now - last), now
         self.rounds.append(best)
@@ -151,10 +172,11 @@ def make_inputs(level: str, n: int, setting: Setting) -> tuple[list[Tensor], Ten
     generator = torch.Generator().manual_seed(0)
     tokens = (setting.batch, n, setting.heads * setting.head_dim)
     shape = tokens if level == "layer" else (setting.batch, setting.heads, n, setting.head_dim)
-    inputs = [torch.randn(shape, generator=generator) for _ in range(1 if level == "layer" else 3)]
+    count = 1 if level == "layer" else 3
+    inputs = [torch.randn(shape, generator=generator).to(**setting.place) for _ in range(count)]
     if not setting.backward:
         return inputs, None
-    return [x.requires_grad_() for x in inputs], torch.randn(shape, generator=generator)
+    return [x.requires_grad_() for x in inputs], torch.randn(shape, generator=generator).to(**setting.place)
 
 
 def make_step(spec: str, level: str, n: int, setting: Setting, data: tuple[list[Tensor], Tensor | None]) -> Step:
@@ -164,10 +186,10 @@ def make_step(spec: str, level: str, n: int, setting: Setting, data: tuple[list[
         return Step(spec, level, _Full(causal), *data)
     chosen = for_length(spec, n, causal=causal, num_heads=heads, head_dim=setting.head_dim)
     if level == "head":
-        return Step(spec, level, chosen.train(setting.backward), *data)
+        return Step(spec, level, chosen.to(**setting.place).train(setting.backward), *data)
     layer = MultiheadAttention(heads * setting.head_dim, heads, batch_first=True, causal=causal)
     layer.attention = chosen
-    return Step(spec, level, layer.train(setting.backward), *data)
+    return Step(spec, level, layer.to(**setting.place).train(setting.backward), *data)
 
 
 def level_of(spec: str) -> str:
@@ -311,6 +333,12 @@ def _child() -> None:
     make_step(spec, level, min(n, 64), small, make_inputs(level, min(n, 64), small))()
     step = make_step(spec, level, n, setting, make_inputs(level, n, setting))
     gc.collect()
+    if setting.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        taken = torch.cuda.memory_allocated()
+        step()
+        print(max(0, torch.cuda.max_memory_allocated() - taken))
+        return
     before = memory.reset_peak()
     step()
     print(max(0, memory.peak() - before))
@@ -324,11 +352,13 @@ def report(rows: Sequence[Row], setting: Setting) -> dict[str, Any]:
     from subquad import __version__
 
     versions = {"subquad": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    shared = {**asdict(setting), "dtype": "float32", "device": "cpu"}
+    about = machine()
+    if setting.device == "cuda":
+        about["gpu"] = torch.cuda.get_device_name()
     return {
         "versions": versions,
-        "machine": machine(),
-        "setting": shared,
+        "machine": about,
+        "setting": asdict(setting),
         "busy": busy(rows),
         "rows": [asdict(row) for row in rows],
     }

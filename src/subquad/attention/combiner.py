@@ -122,6 +122,7 @@ class Combiner(Attention):
         if self.partition.kept(margin) is None:
             return super().make_memory(margin)
         return Summaries(self.partition, self.options.num_heads, margin)
+
     def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """The same on a part of a sequence: a span that two processes share moves to one of them, then only summaries
         (and of a window its halo) travel.

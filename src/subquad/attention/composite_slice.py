@@ -251,6 +251,7 @@ class CompositeSlice(Attention):
 
     def _call_of(self, seed: Tensor | None) -> Call:
         return Call(seed=seed, dropout=self.options.dropout if self.training else 0.0, training=self.training)
+
     def attend_tokens_shard(self, tokens: Tokens, project: Any, call: Call) -> Tensor:
         """`attend_tokens` on a part of a sequence: tokens (b, t, E) → (b, t, E)."""
         from subquad.attention.composite_slice_shard import ShardComposer

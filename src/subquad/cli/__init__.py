@@ -38,6 +38,7 @@ COMMANDS = {
     "generate": "use",
     "sample": "sample",
     "study": "study",
+    "doctor": "doctor",
     "analyze": "analyze",
     "prove": "prove",
     "convert": "convert",

@@ -57,6 +57,8 @@ def bench(
         typer.Option("--decode", help="Measure streaming: one decode step after n tokens, the state, and the prefill."),
     ] = False,
     chunk: Annotated[int, typer.Option(min=1, help="With --decode: tokens of a chunk of the prefill.")] = 1024,
+    device: Annotated[str, typer.Option(help="Where to measure: cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Dtype of the tensors: float32, bfloat16 or float16.")] = "float32",
     repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time counts.")] = 3,
     processes: Annotated[
         str | None,
@@ -86,7 +88,7 @@ def bench(
         bool, typer.Option(help="With --peers: look for the length from which our layer beats full attention.")
     ] = True,
 ) -> None:
-    """Measure mechanisms against full attention in the same run, on the CPU in float32.
+    """Measure mechanisms against full attention in the same run.
 
     Mechanisms on q, k, v are compared with torch's scaled_dot_product_attention with the same causal flag;
     mechanisms of whole layers are measured with their projections and compared with a layer of full attention.
@@ -132,7 +134,8 @@ def bench(
             specs, lengths, Setting(batch=batch, heads=heads, head_dim=head_dim, causal=True), repeats, chunk, json
         )
         return
-    setting = Setting(batch=batch, heads=heads, head_dim=head_dim, causal=causal, backward=backward)
+    sizes = {"batch": batch, "heads": heads, "head_dim": head_dim}
+    setting = Setting(**sizes, causal=causal, backward=backward, device=device, dtype=dtype)
     rows = _run(specs, lengths, setting, repeats, json)
     console = out()
     console.print(describe(setting), style="bold", soft_wrap=True)
@@ -149,6 +152,8 @@ def bench(
         console.print(f"plot: {png}", soft_wrap=True)
     if json is not None:
         console.print(f"results: {json}", soft_wrap=True)
+    if device == "cuda":
+        console.print("no GPU has been measured yet: please send us the file of --json (docs/gpu.md)", soft_wrap=True)
 
 
 def _check_writable(path: Path | None) -> None:
@@ -179,7 +184,8 @@ def _run(specs: Sequence[str], lengths: list[int], setting: Setting, repeats: in
 def describe(setting: Setting) -> str:
     what = "forward + backward" if setting.backward else "forward"
     way = "causal" if setting.causal else "bidirectional"
-    return f"{what}, {way}, batch {setting.batch}, {setting.heads} heads × {setting.head_dim}, float32, CPU"
+    where = "CPU" if setting.device == "cpu" else "GPU"
+    return f"{what}, {way}, batch {setting.batch}, {setting.heads} heads × {setting.head_dim}, {setting.dtype}, {where}"
 
 
 def table(rows: Sequence[Row], *, trusted: bool = True) -> Table:

@@ -14,7 +14,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 from subquad.attention.base import Capabilities
 from subquad.attention.registry import mechanism
@@ -95,22 +98,22 @@ ONCE = {
 }
 
 
-def cases(spec: str, **options: Any) -> list[Case]:
+def cases(spec: str, device: str = "cpu", **options: Any) -> list[Case]:
     """The mechanism bidirectional and causal, as far as it declares them."""
     able = mechanism(split_spec(spec)[0]).capabilities
     wanted = [c for c, can in ((False, able.bidirectional), (True, able.causal)) if can]
     if "causal" in options:
         wanted = [options.pop("causal")]
-    return [Case(spec, causal, options) for causal in wanted]
+    return [Case(spec, causal, options, device=device) for causal in wanted]
 
 
-def every_check(spec: str, **options: Any) -> Iterator[tuple[str, Case]]:
+def every_check(spec: str, device: str = "cpu", **options: Any) -> Iterator[tuple[str, Case]]:
     """(check, case): all checks with the options given or the first example of the class; with its other examples
     those that options can break.
     """
     chosen = ":" in spec or set(options) - {"causal"}
     for number, example in enumerate([{}] if chosen else mechanism(spec).examples):
-        for case in cases(spec, **{**example, **options}):
+        for case in cases(spec, device, **{**example, **options}):
             yield from ((check, case) for check in CHECKS if number == 0 or check not in ONCE)
 
 
@@ -138,6 +141,7 @@ def check_attention(
     definition: Callable[..., Any] | None = None,
     capabilities: Capabilities | None = None,
     progress: bool | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> None:
     """Run the contract against a mechanism, causal and bidirectional as it declares; raise ContractError.
@@ -150,8 +154,10 @@ def check_attention(
     checked. Exceptions are the mechanism's own: `exceptions = {check: reason}`. A module that is
     not registered comes as a function causal → module(q, k, v, key_mask=None) for 2 heads of width 8, with its
     `definition(q, k, v, key_mask, causal)` → output and what it can do (`Capabilities`). `progress` prints a line per
-    check on standard error (default: on a terminal).
+    check on standard error (default: on a terminal). device="cuda" runs the checks on a GPU.
     """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: torch finds no GPU here (subquad doctor shows what it finds)")
     unknown = set(only or ()) - set(CHECKS)
     if unknown:
         raise ValueError(f"only: no check is called {', '.join(sorted(unknown))} (checks: {', '.join(CHECKS)})")
@@ -160,10 +166,10 @@ def check_attention(
             raise ValueError(
                 "definition is needed for a module that is not registered: (q, k, v, key_mask, causal) → out"
             )
-        foreign = Foreign.cases(spec, definition, capabilities or Capabilities())
+        foreign = Foreign.cases(spec, definition, capabilities or Capabilities(), device)
         pairs: Iterable[tuple[str, Any]] = [(name, case) for case in foreign for name in CHECKS]
     else:
-        pairs = every_check(spec, **options)
+        pairs = every_check(spec, device, **options)
     failures = []
     for name, case in pairs:
         if name in case.cannot if only is None else name not in only:
@@ -183,7 +189,8 @@ def run_check(name: str, case: Any) -> str | None:
     """One check: None when it holds (or fails as declared), else what is wrong."""
     excused = case.exceptions.get(name)
     try:
-        CHECKS[name](case)
+        with nullcontext() if case.device == "cpu" else torch.device(case.device):  # for what a check makes itself
+            CHECKS[name](case)
     except Exception as error:  # a crash is a failure of the contract like any other
         return None if excused else f"{type(error).__name__}: {error}"
     return f"is declared an exception ({excused}) but holds: take the declaration out" if excused else None

@@ -28,6 +28,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     heads: int = 2
     width: int = 8
+    device: str = "cpu"
     cannot: ClassVar[frozenset[str]] = frozenset()
 
     @property
@@ -47,7 +48,7 @@ class Case:
             module: Any = MultiheadAttention(size, self.heads, batch_first=True, attention=self.spec, **options)
         else:
             module = attention(self.spec, num_heads=self.heads, head_dim=self.width, **options)
-        return module.to(dtype).eval()
+        return module.to(self.device, dtype).eval()
 
     @property
     def kind(self) -> type[Attention]:
@@ -77,9 +78,10 @@ class Case:
 
     def inputs(self, n: int, dtype: torch.dtype = torch.float64, batch: int = 2, seed: int = 1) -> list[Tensor]:
         """q, k, v (B, H, n, d), or tokens (B, n, E) for a layer."""
-        draw = torch.Generator().manual_seed(seed)
+        draw = torch.Generator("cpu").manual_seed(seed)
         shape = (batch, n, self.heads * self.width) if self.is_layer else (batch, self.heads, n, self.width)
-        return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for _ in self.names]
+        made = [torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu") for _ in self.names]
+        return [x.to(self.device, dtype) for x in made]
 
     def run(self, module: Any, inputs: Sequence[Tensor], key_mask: Tensor | None = None) -> Tensor:
         torch.manual_seed(2)  # what samples, samples the same in every run
@@ -121,14 +123,14 @@ class Foreign(Case):
     )  # fmt: skip
 
     @classmethod
-    def cases(cls, factory: Callable, definition: Callable, able: Capabilities) -> list[Foreign]:
+    def cases(cls, factory: Callable, definition: Callable, able: Capabilities, device: str = "cpu") -> list[Foreign]:
         wanted = [c for c, can in ((False, able.bidirectional), (True, able.causal)) if can]
-        about: dict[str, Any] = {"factory": factory, "definition": definition, "capabilities": able}
+        about: dict[str, Any] = {"factory": factory, "definition": definition, "capabilities": able, "device": device}
         return [cls(getattr(factory, "__name__", "module"), causal, **about) for causal in wanted]
 
     def make(self, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
         torch.manual_seed(0)
-        return self.factory(self.causal).to(dtype).eval()
+        return self.factory(self.causal).to(self.device, dtype).eval()
 
     @property
     def able(self) -> Capabilities:
@@ -161,8 +163,8 @@ def close(a: Tensor, b: Tensor, tolerance: float, what: str) -> None:
 def gradients(out: Tensor, inputs: Sequence[Tensor], module: Any = None) -> list[Tensor]:
     """Gradients of a fixed random projection of `out`, for the inputs and the parameters of `module`."""
     targets = [*inputs, *(p for p in (module.parameters() if module else ()) if p.requires_grad)]
-    draw = torch.Generator().manual_seed(3)
-    direction = torch.randn(out.shape, generator=draw, dtype=torch.float64).to(out.dtype)
+    draw = torch.Generator("cpu").manual_seed(3)
+    direction = torch.randn(out.shape, generator=draw, dtype=torch.float64, device="cpu").to(out)
     if not out.requires_grad:
         return [torch.zeros_like(t) for t in targets]
     grads = torch.autograd.grad(out, targets, direction, allow_unused=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.edges import cpu, reference
+from subquad.kernels.edges import cpu, cuda, reference
 from subquad.kernels.edges.lists import Buckets, EdgeList
 
 scores_op = torch.library.custom_op("subquad::edge_scores", mutates_args=())(reference.scores)
@@ -22,6 +22,9 @@ scores_op.register_kernel("cpu")(cpu.scores)
 sums_op.register_kernel("cpu")(cpu.sums)
 attention_op.register_kernel("cpu")(cpu.attention)
 attention_backward_op.register_kernel("cpu")(cpu.attention_backward)
+sums_op.register_kernel("cuda")(cuda.sums)
+attention_op.register_kernel("cuda")(cuda.attention)
+attention_backward_op.register_kernel("cuda")(cuda.attention_backward)
 
 
 # ---- entrances ----

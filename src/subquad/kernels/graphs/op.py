@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.graphs import cpu, reference
+from subquad.kernels.graphs import cpu, cuda, reference
 from subquad.kernels.sampler import Sample
 
 attention_op = torch.library.custom_op("subquad::graph_attention", mutates_args=())(reference.attention)
@@ -15,6 +15,8 @@ backward_op = torch.library.custom_op("subquad::graph_attention_backward", mutat
 )
 attention_op.register_kernel("cpu")(cpu.attention)
 backward_op.register_kernel("cpu")(cpu.attention_backward)
+attention_op.register_kernel("cuda")(cuda.attention)
+backward_op.register_kernel("cuda")(cuda.attention_backward)
 
 
 def graph_attention(

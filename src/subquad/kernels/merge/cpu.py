@@ -1,5 +1,6 @@
-"""The merge operators on a CPU: per part one launch of the tile kernels; half precision and odd widths take torch's flash
-attention on strided views. All in linear memory.
+"""The merge operators on a CPU: per part one launch of the tile kernels, in linear memory.
+
+Half precision and odd widths take torch's flash attention, on strided views.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.kernels.merge import dropout as dropping
 from subquad.kernels.merge import cpu_walk as walk
+from subquad.kernels.merge import dropout as dropping
 from subquad.kernels.merge.rows import grid_view, plans
 from subquad.supports.parts import Grid, Part, Plan
 

@@ -29,9 +29,10 @@ def merge_attention(
     q (B, H, r, d), r the rows of the plan; keys[source], values[source] (B, H or H/g, m, d), each with its own number
     of heads; lengths int64 (B,): batch element b follows the plan for lengths[b] tokens, and what lies behind gives 0;
     valid[source] bool (B or 1, 1, m) or None, False = the key does not exist. A query that sees nothing gets 0.
-    `support` is the text of a support (`Support.text`). Half precision is computed in float32.
+    `support` is the text of a support (`Support.text`). Half precision is computed in float32; on a GPU its products
+    are those of the tensor cores, summed in float32.
     """
-    work = torch.promote_types(q.dtype, torch.float32)
+    work = q.dtype if q.is_cuda else torch.promote_types(q.dtype, torch.float32)
     masks = (
         []
         if all(x is None for x in valid)

@@ -1,6 +1,6 @@
 """The operators `subquad::merge` and `subquad::merge_backward`: schema, shapes, derivative, FLOPs.
 
-The reference runs on every device that has no kernel of its own; `cpu` registers one.
+The reference runs on every device that has no kernel of its own; `cpu` and `cuda` register theirs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.merge import cpu, reference
+from subquad.kernels.merge import cpu, cuda, reference
 from subquad.supports.support import plan_of
 
 
@@ -55,11 +55,13 @@ def merge_backward(
 
 merge.register_kernel("cpu")(cpu.forward)
 merge_backward.register_kernel("cpu")(cpu.backward)
+merge.register_kernel("cuda")(cuda.forward)
+merge_backward.register_kernel("cuda")(cuda.backward)
 
 
 @merge.register_fake
 def _(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3])
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @merge_backward.register_fake

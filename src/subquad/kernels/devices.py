@@ -1,0 +1,121 @@
+"""Which implementation an operator runs on a device, and why.
+
+On a GPU an operator has up to three: Triton kernels ("triton", the extra `gpu`), torch's own attention kernels ("aten")
+and plain torch ("reference"). `use` chooses one for a while; "auto" takes the first that can do what is asked. What was
+asked for by name and cannot run raises: only "auto" chooses for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+IMPLS = ("auto", "triton", "aten", "reference")
+WIDEST = 256  # head width
+MISSING = 'triton is not installed: pip install "subquad[gpu]"'
+
+
+class Route(NamedTuple):
+    impl: str
+    reason: str
+
+
+class Operator(NamedTuple):
+    """What an operator has for a GPU."""
+
+    name: str
+    impls: tuple[str, ...]  # in the order of preference; "reference" is always there
+    does: str
+
+
+OPERATORS = {
+    operator.name: operator
+    for operator in (
+        Operator("merge", ("triton", "aten", "reference"), "one softmax over the parts of a plan"),
+        Operator("edges", ("triton", "reference"), "softmax over a list of edges"),
+        Operator("graphs", ("triton", "reference"), "sampled graphs: listed rows; masked rows in torch operators"),
+        Operator("sampler", ("reference",), "graphs of a stochastic block model, in torch operators"),
+        Operator("linear", ("reference",), "prefix sums of φ(k)vᵀ, in torch operators"),
+        Operator("clusters", ("reference",), "tokens sorted by cluster, in torch operators"),
+        Operator("selected", ("reference",), "blocks chosen by their scores, in torch operators"),
+        Operator("maxima", ("reference",), "running maxima, in torch operators"),
+    )
+}
+_chosen: ContextVar[str] = ContextVar("subquad_impl", default="")
+
+
+@contextmanager
+def use(impl: str) -> Iterator[None]:
+    """Run the operators of this context with one implementation: "triton", "aten", "reference" or "auto"."""
+    token = _chosen.set(_checked(impl, "impl"))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def chosen() -> str:
+    """What `use` or the environment variable SUBQUAD_IMPL asks for."""
+    return _chosen.get() or _checked(os.environ.get("SUBQUAD_IMPL") or "auto", "SUBQUAD_IMPL")
+
+
+def _checked(impl: str, what: str) -> str:
+    if impl not in IMPLS:
+        raise ValueError(f"{what} must be one of {', '.join(IMPLS)}, not {impl!r}")
+    return impl
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None and find_spec("triton.language") is not None
+
+
+def route(operator: str, dtype: torch.dtype, width: int, *, dropout: float = 0.0) -> Route:
+    """The implementation for tensors on a GPU; raises where the one asked for by name cannot do it."""
+    asked = chosen()
+    for impl in OPERATORS[operator].impls if asked == "auto" else (asked,):
+        problem = _problem(operator, impl, dtype, width, dropout)
+        if problem is None:
+            if asked == "auto" and impl != "triton" and "triton" in OPERATORS[operator].impls and not has_triton():
+                _say_once(operator, impl)
+            return Route(impl, "asked for" if asked != "auto" else _reason(operator, impl, dtype, width, dropout))
+        if asked != "auto":
+            raise ValueError(f"impl={asked!r} cannot run {operator}: {problem}")
+    raise AssertionError("reference can do everything")
+
+
+def _problem(operator: str, impl: str, dtype: torch.dtype, width: int, dropout: float) -> str | None:
+    """Why an implementation cannot do it, or None."""
+    if impl == "reference":
+        return None
+    if impl not in OPERATORS[operator].impls:
+        return f"it has {', '.join(OPERATORS[operator].impls)} only"
+    if dtype == torch.float64:
+        return "float64 is computed in plain torch"
+    if width > WIDEST:
+        return f"heads are wider than {WIDEST}"
+    if impl == "triton" and not has_triton():
+        return MISSING
+    if impl == "aten" and dropout:
+        return "torch's kernels draw their own dropout, which no seed of ours decides"
+    return None
+
+
+def _reason(operator: str, impl: str, dtype: torch.dtype, width: int, dropout: float) -> str:
+    """Why "auto" has passed over the implementations before this one."""
+    before = OPERATORS[operator].impls[: OPERATORS[operator].impls.index(impl)]
+    problems = [_problem(operator, other, dtype, width, dropout) for other in before]
+    return "; ".join(dict.fromkeys(str(x) for x in problems)) or "the first choice"
+
+
+@cache
+def _say_once(operator: str, impl: str) -> None:
+    warnings.warn(f"{operator} runs on impl={impl!r}: {MISSING}", stacklevel=4)

@@ -1,0 +1,44 @@
+"""The merge operators on a GPU: by Triton, by torch's kernels, or in plain torch, as `devices.route` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.kernels import devices
+from subquad.kernels.merge import reference
+
+
+def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
+    room = _room(q, dropout)
+    if room is reference:  # statistics are never of half precision
+        work = torch.promote_types(q.dtype, torch.float32)
+        given = (q.to(work), [x.to(work) for x in keys], [x.to(work) for x in values])
+        out, lse = reference.forward(*given, valid, lengths, seed, support, which, n, scale, dropout)
+        return out.to(q.dtype), lse
+    return room.forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout)
+
+
+def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
+    room, about = _room(q, dropout), (valid, lengths, seed, support, which, n, scale, dropout)
+    if room is reference:
+        work = torch.promote_types(q.dtype, torch.float32)
+        many = [[x.to(work) for x in group] for group in (keys, values)]
+        found = reference.backward(grad.to(work), q.to(work), *many, out.to(work), lse, *about)
+        return [g.to(x.dtype) for g, x in zip(found, (q, *keys, *values), strict=True)]
+    return room.backward(grad, q, keys, values, out, lse, *about)
+
+
+def _room(q: Tensor, dropout: float) -> Any:
+    impl = devices.route("merge", q.dtype, q.shape[3], dropout=dropout).impl
+    if impl == "triton":
+        from subquad.kernels.merge import gpu
+
+        return gpu
+    if impl == "aten":
+        from subquad.kernels.merge import aten
+
+        return aten
+    return reference

@@ -1,0 +1,211 @@
+"""`subquad study gpu-build`: the Triton kernels compiled for real GPUs on a machine that has none.
+
+For every kernel, dtype and head width: registers per thread, bytes of shared memory and of stack (a stack of 0
+bytes means that no register is spilled), matrix instructions in the machine code, and the occupancy that follows from
+registers and shared memory. Nothing here is a measurement of speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from subquad.core.console import err, out
+
+TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "gfx942": "gfx942"}
+MATRIX = re.compile(r"\b(HMMA|IMMA|DMMA|HGMMA|UTCHMMA|UTCQMMA|OMMA)\b|\bv_mfma")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one multiprocessor has (CUDA C++ Programming Guide, table of compute capabilities; CDNA 3 ISA guide)."""
+
+    warps: int
+    registers: int
+    shared: int  # bytes, what programs can have of it
+    lanes: int = 32
+
+
+LIMITS = {
+    "sm_80": Limits(64, 65536, 163 * 1024),
+    "sm_90": Limits(64, 65536, 227 * 1024),
+    "sm_100": Limits(64, 65536, 227 * 1024),
+    "gfx942": Limits(32, 131072, 64 * 1024, 64),  # 4 SIMDs of 512 VGPRs × 64 lanes, 8 waves each
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """One compiled kernel."""
+
+    kernel: str
+    dtype: str
+    width: int
+    target: str
+    tile: str
+    warps: int
+    registers: int
+    shared: int  # bytes
+    stack: int  # bytes; 0 = no spill
+    matrix: int  # matrix instructions in the machine code
+    occupancy: float  # resident warps / possible warps
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("gpu-build", epilog="Example: subquad study gpu-build --targets sm_90 --widths 64")(gpu_build)
+
+
+def gpu_build(
+    targets: Annotated[str, typer.Option(help="GPUs to build for, comma-separated.")] = ",".join(TARGETS),
+    dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float16,bfloat16,float32",
+    widths: Annotated[str, typer.Option(help="Head widths, comma-separated.")] = "64,128",
+    kernels: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
+    json_: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Compile the Triton kernels for GPUs ahead of time and show what they use; no GPU is needed."""
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise ValueError("TRITON_INTERPRET is set: kernels are interpreted then, not compiled; unset it")
+    wanted = [_known(name, TARGETS, "targets") for name in targets.split(",")]
+    kinds = [_known(name, SHORT, "dtypes") for name in dtypes.split(",")]
+    rows: list[Build] = []
+    for job in jobs(kinds, [int(width) for width in widths.split(",")]):
+        if kernels in job.kernel:
+            for target in wanted:
+                err().print(f"{job.kernel} {job.dtype} {job.width} {target}", style="dim", soft_wrap=True)
+                rows.append(build(job, target))
+                if json_ is not None:
+                    json_.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    out().print(markdown(rows), markup=False, soft_wrap=True)
+
+
+def _known(name: str, known: dict[str, Any], what: str) -> str:
+    if name not in known:
+        raise ValueError(f"{what}: {name!r} is not known; choose among {', '.join(known)}")
+    return name
+
+
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel with the types of its arguments. Pointers and strides are multiples of 16 bytes."""
+
+    kernel: str
+    function: Any
+    dtype: str
+    width: int
+    signature: dict[str, Any]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+    tile: str
+
+
+def jobs(dtypes: list[str], widths: list[int]) -> Iterator[Job]:
+    import torch
+
+    from subquad.kernels import builds
+
+    for entry in builds.entries():
+        for dtype in dtypes:
+            if entry.dtypes and dtype not in entry.dtypes:
+                continue
+            for width in widths:
+                made = entry.make(SHORT[dtype], width, getattr(torch, dtype))
+                yield Job(entry.name, made.function, dtype, width, *made[1:])
+
+
+def build(job: Job, target: str) -> Build:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    lanes = LIMITS[target].lanes
+    device = GPUTarget("hip" if target.startswith("gfx") else "cuda", TARGETS[target], lanes)
+    signature = {**job.signature, **dict.fromkeys(job.constants, "constexpr")}
+    attributes = dict(_divisible(list(job.signature.values())))
+    source = ASTSource(fn=job.function, signature=signature, constexprs=job.constants, attrs=attributes)
+    options = {"num_warps": job.warps, "num_stages": job.stages}
+    built: Any = triton.compile(source, target=device, options=options)
+    shared = int(built.metadata.shared)
+    registers, stack, code = _amd(built.asm["amdgcn"]) if "amdgcn" in built.asm else _nvidia(built.asm["cubin"])
+    occupied = occupancy(target, registers, shared, job.warps)
+    matrix = len(MATRIX.findall(code))
+    about = (job.kernel, job.dtype, job.width, target, job.tile, job.warps)
+    return Build(*about, registers, shared, stack, matrix, occupied)
+
+
+def _divisible(types: list[Any], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], list[list[Any]]]]:
+    """The attributes that a launch would find: pointers and strides (i64) are multiples of 16."""
+    for number, kind in enumerate(types):
+        here = (*path, number)
+        if isinstance(kind, tuple):
+            yield from _divisible(list(kind), here)
+        elif kind.startswith("*") or kind == "i64":
+            yield here, [["tt.divisibility", 16]]
+
+
+def _nvidia(cubin: bytes) -> tuple[int, int, str]:
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = (
+            subprocess.run([tools / tool, *words, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, words in (("cuobjdump", ["-res-usage"]), ("nvdisasm", ["-c"]))
+        )
+    found = re.search(r"REG:(\d+).*?STACK:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage does not say REG and STACK: {usage}")
+    return int(found[1]), int(found[2]), code
+
+
+def _amd(code: str) -> tuple[int, int, str]:
+    """VGPRs, and bytes of spilled VGPRs per lane."""
+    registers, spilled = (re.search(rf"\.{name}_count:\s+(\d+)", code) for name in ("vgpr", "vgpr_spill"))
+    assert registers is not None and spilled is not None
+    return int(registers[1]), 4 * int(spilled[1]), code
+
+
+def occupancy(target: str, registers: int, shared: int, warps: int) -> float:
+    """Resident warps / possible warps, from registers (given out in eights per thread) and shared memory."""
+    limit = LIMITS[target]
+    threads = -(-max(registers, 1) // 8) * 8 * limit.lanes * warps
+    programs = min(limit.warps // warps, limit.registers // threads)
+    if shared:
+        programs = min(programs, limit.shared // (shared + 1024))  # 1 kB per program is the driver's
+    return programs * warps / limit.warps
+
+
+def markdown(rows: list[Build]) -> str:
+    """The table of docs/gpu.md."""
+    lines = [
+        "| kernel | dtype | width | GPU | tile | warps | registers | shared memory | stack | matrix instructions "
+        "| occupancy |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        size = f"{r.shared / 1024:.0f} kB"
+        lines.append(
+            f"| {r.kernel} | {r.dtype} | {r.width} | {r.target} | {r.tile} | {r.warps} | {r.registers} | {size} "
+            f"| {r.stack} | {r.matrix} | {r.occupancy:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(typer.run(gpu_build))

@@ -1,0 +1,48 @@
+"""The plans that mechanisms really ask the merge operator for."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+import subquad
+from subquad.attention.registry import mechanism
+from subquad.kernels import mixture
+from subquad.kernels.merge import entrance
+from subquad.testing import cases
+
+
+class Asked(NamedTuple):
+    """A plan, the number of its queries, and the number of keys of every source."""
+
+    support: str
+    which: str
+    n: int
+    rows: int
+    keys: tuple[int, ...]
+
+
+@cache
+def asked_by(name: str, n: int) -> tuple[Asked, ...]:
+    """What one mechanism asks for at n tokens, with all its examples, causal or not."""
+    found: dict[Asked, None] = {}
+    real = entrance.merge
+
+    def spy(q: Any, keys: Any, *rest: Any) -> Any:
+        support, which, length = rest[4:7]
+        if not support.startswith("given:"):
+            found[Asked(support, which, length, q.shape[2], tuple(k.shape[2] for k in keys))] = None
+        return real(q, keys, *rest)
+
+    with mock.patch.object(entrance, "merge", spy), mock.patch.object(mixture, "merge", spy):
+        for options in mechanism(name).examples:
+            for case in cases(name, **options):
+                case.run(case.make(torch.float32), case.inputs(n, torch.float32, batch=1))
+    return tuple(found)
+
+
+def asked(n: int) -> list[Asked]:
+    return list(dict.fromkeys(one for name in subquad.available() for one in asked_by(name, n)))

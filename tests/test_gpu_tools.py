@@ -1,0 +1,79 @@
+"""What is around the GPU kernels: doctor, builds ahead of time, the model of the time, devices of the contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from subquad.bench import Setting
+from subquad.cli import app
+from subquad.kernels import devices
+from subquad.studies import gpu_build, gpu_time
+from subquad.testing import check_attention
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def test_doctor_names_a_kernel_for_every_operator():
+    found = CliRunner().invoke(app, ["doctor", "--dtype", "float64"])
+    assert found.exit_code == 0
+    assert torch.__version__ in found.output
+    for name in devices.OPERATORS:
+        assert name in found.output
+    assert "reference" in found.output and "triton " in found.output
+
+
+@without_gpu
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="device='cuda': torch finds no GPU here"):
+        check_attention("full", device="cuda")
+    with pytest.raises(ValueError, match="device=cuda: torch finds no GPU here"):
+        Setting(device="cuda")
+
+
+def test_bench_refuses_unknown_devices_and_dtypes():
+    with pytest.raises(ValueError, match="device must be cpu or cuda, not 'tpu'"):
+        Setting(device="tpu")
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, not 'int8'"):
+        Setting(dtype="int8")
+
+
+def test_occupancy_follows_registers_and_shared_memory():
+    assert gpu_build.occupancy("sm_80", 32, 0, 4) == 1.0
+    assert gpu_build.occupancy("sm_80", 255, 0, 4) == 0.125  # 256 · 32 · 4 registers: two programs of 65536
+    assert gpu_build.occupancy("sm_80", 32, 100 * 1024, 4) == 4 / 64  # one program's shared memory
+
+
+def test_builds_are_refused_in_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET is set"):
+        gpu_build.gpu_build()
+
+
+def test_the_model_of_the_time():
+    """Memory bounds little work, operations bound much; the tiles of a plan hold at least the pairs of a window."""
+    gpu = gpu_time.Gpu(peak=1e12, bandwidth=1e9)
+    assert gpu_time.predicted(gpu, 0, 1e6, 0, 1, 50, 1.0) == pytest.approx(0.1)
+    assert gpu_time.predicted(gpu, 1e10, 1, 0, 1, 50, 0.5) == pytest.approx(4.0)
+    pairs, rows, launches = gpu_time.visited("longformer:window=64", 1024, 64)
+    assert 1024 * 33 <= pairs < 1024 * 1024 / 2 and rows > 4096 and launches == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not devices.has_triton(), reason=devices.MISSING)
+def test_kernels_build_without_spills(tmp_path):
+    """In a process of its own: here kernels are interpreted."""
+    file, environment = tmp_path / "builds.json", {**os.environ, "TRITON_INTERPRET": "0"}
+    words = ["--targets", "sm_80,sm_90,sm_100", "--dtypes", "float16", "--json", str(file)]
+    subprocess.run([sys.executable, "-m", "subquad.studies.gpu_build", *words], env=environment, check=True)
+    builds = json.loads(file.read_text())
+    assert len(builds) == 18
+    for build in builds:
+        assert build["matrix"] > 0, f"no matrix instructions: {build}"
+        assert build["stack"] == 0, f"registers are spilled: {build}"
