@@ -436,7 +436,7 @@ def every_mechanism(share: slice, reduce: Callable[[torch.Tensor], Any]) -> dict
         loss = case.run(module, xs).square().sum()
         if loss.requires_grad:
             loss.backward()
-        sums = [loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+        sums = [loss.detach(), *(p.grad.contiguous() for p in module.parameters() if p.grad is not None)]
         statistics = None if case.is_layer else module.observe(*xs)[1].statistics
         for each in [*sums, *([] if statistics is None else [statistics])]:
             reduce(each)

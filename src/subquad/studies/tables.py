@@ -77,8 +77,10 @@ WAYS = ((False, False), (False, True), (True, False), (True, True))  # (causal, 
 
 
 def _faster(row: dict[str, Any] | None) -> str:
-    """How many times faster than full attention; ≈ where the machine was busy."""
-    return "" if row is None else ("≈ " if row["busy"] else "") + f"{1 / row['ratio']:.2g}"
+    """How many times faster than full attention; nothing where the machine was busy."""
+    if row is None or row["busy"]:
+        return ""
+    return f"{1 / row['ratio']:.0f}" if row["ratio"] < 0.1 else f"{1 / row['ratio']:.2g}"
 
 
 def _memory(at: dict[tuple[bool, bool], dict[str, Any]]) -> str:
@@ -93,17 +95,16 @@ def break_even(rows: Sequence[dict[str, Any]], causal: bool) -> str:
     """The length from which forward + backward is faster than full attention, in words."""
     chosen = [row for row in rows if row["backward"] and row["causal"] == causal]
     own = sorted((row["n"], row["ratio"]) for row in chosen)
-    if not own:
+    if not own or any(row["busy"] for row in chosen):
         return ""
-    sign = "≈ " if any(row["busy"] for row in chosen) else ""
     if own[-1][1] >= 1:
-        return f"{sign}> {own[-1][0]:,}"
+        return f"> {own[-1][0]:,}"
     last = next((i for i in reversed(range(len(own))) if own[i][1] >= 1), None)
     if last is None:
-        return f"{sign}< {own[0][0]:,}"
+        return f"< {own[0][0]:,}"
     (low, above), (high, below) = own[last], own[last + 1]
     share = math.log(above) / (math.log(above) - math.log(below))
-    return f"{sign}{float(f'{low * (high / low) ** share:.2g}'):,.0f}"
+    return f"{float(f'{low * (high / low) ** share:.2g}'):,.0f}"
 
 
 def lengths(result: dict[str, Any], words: Sequence[str]) -> str:
