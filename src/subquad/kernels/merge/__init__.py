@@ -9,7 +9,7 @@ the row's merged (out, lse): per part with the merged values it is the exact gra
 
 `op` holds the operators and their derivatives, `reference` the same in plain torch, for any device, `cpu` the kernels
 on torch's flash attention, `dropout` those that drop weights. On a GPU (`cuda`) they are Triton kernels (`gpu` launches
-the `tiles` of a `schedule`) or torch's own (`aten`). Key masks, the rows' own lengths, grouped heads and
+the `triton_tiles` of a `schedule`) or torch's own (`aten`). Key masks, the rows' own lengths, grouped heads and
 dropout all live inside. There is no second derivative: asking for one raises.
 """
 

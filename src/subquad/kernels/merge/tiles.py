@@ -1,248 +1,318 @@
-"""The merge operators in Triton: a program per tile of queries (or of keys), which visits its rectangles one by one.
+"""One part of a plan in tiles of scores that stay in the first-level cache, with one running softmax per row.
 
-One running softmax goes through all parts: no output per part, no merging afterwards. Statistics are float32 whatever
-the tensors are; scores are kept in units of log 2. See `schedule` for tiles, passes and rectangles.
+A row's state is (largest score m, total l of exp(score - m), sum a of exp(score - m)·value). A part takes it up where
+the parts before it left off: (out, lse) of a row are the state (lse, 1, out). So parts merge as they are computed, and
+nothing of the size of the scores is ever written. Rules of positions say which keys a tile can see at all: those it
+cannot are not multiplied.
 
-Tables on the device, int32: `spans` (B or 1, 2): the first tile and the number of tiles of a batch element;
-`tiles` (T, 4): start, unit, count, 0; `starts` (T·SOURCES + 1,): rectangles by tile and source; `rectangles` (R, 28).
-A source is a tuple (keys, its strides (batch, head, row), values, strides, valid, stride of its batch, group): `group`
-query heads in a row share a key head.
+Everything is given by addresses and strides in entries. A matrix is (address, stride of instances, stride of places); a
+grid is (start, blocks, step, length, stride) as in `supports.parts`.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import numba
+import numpy as np
 
-from subquad.kernels.device_functions import chance, streams
+from subquad.core.hashing import chance, halves, stream
+from subquad.kernels.parallel import exp, inline, kernel
+from subquad.kernels.vectors import BYTES, dot, largest, multiply, multiply_add, scale_row, transpose
 
-FIELDS = tl.constexpr(28)
-SOURCE = tl.constexpr(1 << 26)  # dropout counts the keys of source s from s·SOURCE on, as `reference` does
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def seen_by_rule(R, i, t, RULES: tl.constexpr):
-    """`Rectangle.seen` for queries i and keys t, two index tensors that broadcast against each other."""
-    shift, per, blocks, q_length = tl.load(R + 7), tl.load(R + 8), tl.load(R + 9), tl.load(R + 10)
-    s_start, s_shift, s_length = tl.load(R + 11), tl.load(R + 12), tl.load(R + 13)
-    p_start, p_step, p_unit = tl.load(R + 14), tl.load(R + 15), tl.load(R + 16)
-    lo, hi, xlo, xhi = tl.load(R + 17), tl.load(R + 18), tl.load(R + 19), tl.load(R + 20)
-    u = i + shift
-    a = tl.maximum(u, 0) // per
-    r = u - a * per
-    s = s_start + t - a * s_shift
-    inside = ((u >= 0) & (a < blocks) & (r < q_length)) & ((s >= 0) & (s < s_length))
-    offset = (p_start + a * p_step - i * tl.load(R + 1)) + s * p_unit
-    allowed = (offset >= lo) & (offset <= hi) & ((offset < xlo) | (offset > xhi))
-    if RULES >= 2:  # spans
-        rule, span, past = tl.load(R + 21), tl.load(R + 22), tl.load(R + 23)
-        if rule >= 4:
-            row, key = tl.load(R) + i * tl.load(R + 1), tl.load(R + 3) + t * tl.load(R + 4)
-            first = key // span * span
-            near = (first + (span - 1) - row >= lo) & (first - row <= hi)
-            allowed = (near == (rule == 4)) & ((key <= row) | (past == 0))
-    if RULES % 2 == 1:  # binary trees
-        rule = tl.load(R + 21)
-        if (rule >= 1) & (rule <= 3):
-            row, key = r * tl.load(R + 26), tl.load(R + 24) + s * tl.load(R + 25)
-            back = q_length - key
-            node = tl.where(rule == 3, row + 1, tl.where(rule == 2, back, key + 1))
-            low = node & -node
-            asked = tl.where(rule == 2, q_length - 1 - row, row)
-            member = (key >= node - low) & (key < node)
-            itself = (key == row) & (key % 2 == 0) & (rule == 1)
-            allowed = tl.where(rule == 3, member, ((asked & -low) == node) | itself)
-    return inside & allowed
+ROWS = 24  # of a tile: four times the rows of a product in registers
+KEYS = 128  # of a tile
+TASK_ROWS = 192  # queries that share the transposed keys
 
 
-@triton.jit
-def load_rows(X, places, stride, inside, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of a (…, d) tensor, (size, DP), 0 outside."""
-    feature = tl.arange(0, DP)
-    at = X + places.to(tl.int64)[:, None] * stride + feature[None, :]
-    if D == DP:
-        return tl.load(at, mask=inside[:, None], other=0.0)
-    return tl.load(at, mask=inside[:, None] & (feature < D)[None, :], other=0.0)
+START, BLOCKS, STEP, LENGTH, STRIDE = range(5)  # of a grid
+LO, HI, XLO, XHI, SPAN, END = range(6)  # of a part's limits
 
 
-@triton.jit
-def store_rows(X, places, stride, inside, value, D: tl.constexpr, DP: tl.constexpr, ADD: tl.constexpr):
-    feature = tl.arange(0, DP)
-    at = X + places.to(tl.int64)[:, None] * stride + feature[None, :]
-    mask = inside[:, None] & (feature < D)[None, :]
-    if ADD:
-        value += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, value.to(X.dtype.element_ty), mask=mask)
+@inline
+def _from(limits, which, query):
+    """The position at which an interval of a query begins."""
+    at, span = query + limits[which], limits[SPAN]
+    return at if span == 1 else at // span * span  # a division takes as long as a vector of products
 
 
-@triton.jit
-def forward_tiles(
-    Q, Out, Lse, sources, spans, tiles, starts, rectangles, seed,
-    q_batch, q_head, q_row, heads, rows, span_step, scale, rate, up,
-    SOURCES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RULES: tl.constexpr, VALID: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+@inline
+def _to(limits, which, query):
+    """The position at which it ends."""
+    at, span = query + limits[which], limits[SPAN]
+    return at if span == 1 else at // span * span + span - 1
+
+
+@inline
+def _keys_in(first, last, first_key, key_stride):
+    """The keys [low, high) that stand at positions in [first, last]."""
+    low, high = first - first_key, last - first_key
+    return (low, high + 1) if key_stride == 1 else (-(-low // key_stride), high // key_stride + 1)
+
+
+@inline
+def _seen(limits, first_key, key_stride, first, last):
+    """The keys [low, high) that some query at a position in [first, last] may see."""
+    end = min(_to(limits, HI, last), last + limits[END])
+    return _keys_in(_from(limits, LO, first), end, first_key, key_stride)
+
+
+@inline
+def _everything(limits, count, first_key, key_stride, first, last):
+    """Does every query at a position in [first, last] see all of the keys?"""
+    last_key = first_key + (count - 1) * key_stride
+    if _from(limits, LO, last) > first_key or min(_to(limits, HI, first), first + limits[END]) < last_key:
+        return False
+    return limits[XLO] > limits[XHI] or _to(limits, XHI, last) < first_key or _from(limits, XLO, first) > last_key
+
+
+@inline
+def _run(keys, drawn, draws, block, number):
+    """Keys that stand in a row: (place of the first, how many, which key of the block the first is)."""
+    if draws == 0:
+        return keys[START] + block * keys[STEP], keys[LENGTH], 0
+    size = keys[LENGTH] // draws
+    return drawn[keys[START] + block * keys[STEP] + number] * size, size, number * size
+
+
+@inline
+def _address(matrix, instance, place, size):
+    return matrix[0] + (instance * matrix[1] + place * matrix[2]) * size
+
+
+@inline
+def _columns(limits, first_key, key_stride, query, step, many, low, high, lanes):
+    """The keys that a tile of `many` queries sees of [low, high): the first, on a boundary of vectors, and how many."""
+    first, last = _seen(limits, first_key, key_stride, query, query + (many - 1) * step)
+    first = max(first - low, 0) // lanes * lanes
+    return first, min(last, high) - low - first
+
+
+@inline
+def _mask_row(row, count, limits, query, first_key, key_stride):
+    """-inf for keys that the query does not see by the interval rule."""
+    nothing = row.dtype.type(-np.inf)
+    low, high = _seen(limits, first_key, key_stride, query, query)
+    for j in range(0, min(low, count)):
+        row[j] = nothing
+    for j in range(max(high, 0), count):
+        row[j] = nothing
+    if limits[XLO] <= limits[XHI]:
+        low, high = _keys_in(_from(limits, XLO, query), _to(limits, XHI, query), first_key, key_stride)
+        for j in range(max(low, 0), min(high, count)):
+            row[j] = nothing
+
+
+@inline
+def _mask_tile(s, many, count, limits, query, step, first_key, key_stride, mask, row, column, exists, place, apart):
+    """The scores (many × count) of a tile: -inf where a key is not seen, by the interval, by a mask, or not there."""
+    if not _everything(limits, count, first_key, key_stride, query, query + (many - 1) * step):
+        for i in range(many):
+            _mask_row(s[i], count, limits, query + i * step, first_key, key_stride)
+    if mask.shape[1] > 0:
+        for i in range(many):
+            for j in range(count):
+                s[i, j] += mask[row + i, column + j]
+    if exists.shape[0] > 0:
+        nothing = s.dtype.type(-np.inf)
+        for i in range(many):
+            for j in range(count):
+                s[i, j] = s[i, j] if exists[place + j * apart] else nothing
+
+
+@inline
+def _drop(row, count, seed, instance, query, number, step, dropout, up):
+    """Dropout by a hash of (seed, instance, query, key)."""
+    low, high = halves(stream(seed, instance, query))
+    zero = row.dtype.type(0)
+    for j in range(count):
+        row[j] *= up if chance(low, high, number + j * step) >= dropout else zero
+
+
+# ---- forward ------------------------------------------------------------------------------------------------
+
+
+@inline
+def _take_up(like, size, width, out, lse, g, place, step, fresh, sums, top, total):
+    """The state of the rows, from what earlier parts have left in out and lse."""
+    nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
+    for r in range(len(top)):
+        top[r] = nothing if fresh else lse[g, place + r * step]
+        total[r] = zero if top[r] == nothing else one
+        if total[r] == zero:
+            sums[r] = zero
+        else:
+            scale_row(one, sums.ctypes.data + r * width * size, _address(out, g, place + r * step, size), width)
+
+
+@inline
+def _lay_down(like, size, width, out, lse, g, place, step, sums, top, total):
+    """The state of the rows into out and lse."""
+    nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
+    for r in range(len(top)):
+        share = one / total[r] if total[r] != zero else zero
+        scale_row(share, _address(out, g, place + r * step, size), sums.ctypes.data + r * width * size, width)
+        lse[g, place + r * step] = top[r] + np.log(total[r]) if total[r] != zero else nothing
+
+
+@inline
+def _exponentiate(like, size, row, address, count, padded, top, total):
+    """Scores → exp(score - new top): the new (top, total), and by what the sums so far are multiplied."""
+    nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
+    for j in range(count, padded):
+        row[j] = nothing
+    best = largest(like[0], address, padded)
+    new = best if best > top else top
+    if new == nothing:  # no key, or nothing but NaN
+        for j in range(count):
+            total += zero if row[j] == nothing else row[j]
+            row[j] = zero
+        return new, total, one
+    less = exp(top - new) if total != zero else zero
+    more = zero
+    for j in range(count):
+        weight = exp(row[j] - new)
+        row[j] = weight
+        more += weight
+    return new, total * less + more, less
+
+
+@kernel
+def forward(
+    like, size, width, tasks, chunks, chunk_rows, q, k, v, out, lse, queries, keys, positions, limits, fresh,
+    drawn, draws, bias, exists, instances, seed, scale, dropout, up, number,
 ):  # fmt: skip
-    """Out (B, H, rows, d) and Lse (B, H, rows), both contiguous; ADD: go on from what stands there."""
-    h, b = tl.program_id(1), tl.program_id(2)
-    if tl.program_id(0) >= tl.load(spans + b * span_step + 1):
-        return
-    tile = tl.load(spans + b * span_step) + tl.program_id(0)
-    i = tl.arange(0, BM)
-    inside, places = i < tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4) + i * tl.load(tiles + tile * 4 + 1)
-    instance = b * heads + h
-    own = instance.to(tl.int64) * rows
-    q = load_rows(Q + b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head, places, q_row, inside, D, DP)
-    top, total = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, DP], tl.float32)
-    if ADD:
-        top = tl.load(Lse + own + places, mask=inside, other=float("-inf")) * LOG2E
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
-        acc = load_rows(Out + own * D, places, D, inside, D, DP).to(tl.float32)
-    low, high = i.to(tl.uint32), i.to(tl.uint32)
-    if DROP:
-        low, high = streams(tl.load(seed).to(tl.uint64, bitcast=True), instance, places)
-    for source in tl.static_range(SOURCES):
-        K, k_batch, k_head, k_row, V, v_batch, v_head, v_row, Valid, valid_batch, group = sources[source]
-        K += b.to(tl.int64) * k_batch + (h // group).to(tl.int64) * k_head
-        V += b.to(tl.int64) * v_batch + (h // group).to(tl.int64) * v_head
-        for number in range(tl.load(starts + tile * SOURCES + source), tl.load(starts + tile * SOURCES + source + 1)):
-            R = rectangles + number * FIELDS
-            k_start, k_unit, k_count, full = tl.load(R + 3), tl.load(R + 4), tl.load(R + 5), tl.load(R + 6)
-            for first in range(0, k_count, BN):
-                t = first + tl.arange(0, BN)
-                exists, j = t < k_count, k_start + t * k_unit
-                k = load_rows(K, j, k_row, exists, D, DP)  # (BN, D)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
-                if VALID:
-                    exists = exists & (tl.load(Valid + b * valid_batch + j, mask=exists, other=0) != 0)
-                s = tl.where(exists[None, :], s, float("-inf"))
-                if full == 0:
-                    s = tl.where(seen_by_rule(R, i[:, None], t[None, :], RULES), s, float("-inf"))
-                new = tl.maximum(top, tl.max(s, 1))
-                base = tl.where(new == float("-inf"), 0.0, new)
-                p, shrink = tl.exp2(s - base[:, None]), tl.exp2(top - base)
-                total = total * shrink + tl.sum(p, 1)
-                if DROP:
-                    kept = chance(low[:, None], high[:, None], (j + source * SOURCE).to(tl.uint32)[None, :]) >= rate
-                    p = tl.where(kept, p * up, 0.0)
-                v = load_rows(V, j, v_row, t < k_count, D, DP)
-                acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-                top = new
-    empty = total == 0
-    out = acc / tl.where(empty, 1.0, total)[:, None]
-    store_rows(Out + own * D, places, D, inside, out, D, DP, False)
-    lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) / LOG2E)
-    tl.store(Lse + own + places, lse, mask=inside)
+    """out and lse of the queries of a part, merged into what is there; tasks = instances × blocks × chunks of rows."""
+    one, lanes, blocks = like.dtype.type(1), BYTES // size, queries[BLOCKS]
+    down, stride, apart = queries[STRIDE], keys[STRIDE], positions[STRIDE]
+    for task in numba.prange(tasks):
+        g, block, chunk = task // (blocks * chunks), task // chunks % blocks, task % chunks
+        row0 = chunk * chunk_rows
+        rows = min(chunk_rows, queries[LENGTH] - row0)
+        across, s = np.empty((width, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)  # keys transposed, scores
+        sums = np.empty((rows, width), like.dtype)
+        top, total = np.empty(rows, like.dtype), np.empty(rows, like.dtype)
+        place0 = queries[START] + block * queries[STEP] + row0 * down  # of the first query
+        mask, real = bias[block % len(bias)], exists[g % len(exists)]
+        _take_up(like, size, width, out, lse, g, place0, down, fresh, sums, top, total)
+        for run in range(max(draws, 1)):
+            first, length, offset = _run(keys, drawn, draws, block, run)
+            for c in range(0, length, KEYS):
+                where = positions[START] + block * positions[STEP] + (offset + c) * apart
+                low, high = _seen(limits, where, apart, place0, place0 + (rows - 1) * down)
+                low, high = max(low, 0), min(high, length - c, KEYS)
+                if low >= high:
+                    continue
+                key0 = first + (c + low) * stride
+                k0, kt, st = _address(k, g, key0, size), across.ctypes.data, s.ctypes.data
+                transpose(like[0], high - low, width, k0, stride * k[2], kt, KEYS, size)
+                across[:, : high - low] *= scale
+                for r0 in range(0, rows, ROWS):
+                    many, query = min(ROWS, rows - r0), place0 + r0 * down
+                    column, count = _columns(limits, where, apart, query, down, many, low, high, lanes)
+                    if count <= 0:
+                        continue
+                    key, padded = key0 + column * stride, -(-count // lanes) * lanes
+                    rows_q = (_address(q, g, query, size), down * q[2], 1)
+                    multiply(like[0], many, padded, width, *rows_q, kt + column * size, KEYS, st, KEYS, size)
+                    at = low + column
+                    _mask_tile(s, many, count, limits, query, down, where + at * apart, apart,
+                               mask, row0 + r0, offset + c + at, real, key, stride)  # fmt: skip
+                    for i in range(many):
+                        r = r0 + i
+                        top[r], total[r], less = _exponentiate(
+                            like, size, s[i], st + i * KEYS * size, count, padded, top[r], total[r]
+                        )
+                        if less != one:
+                            here = sums.ctypes.data + r * width * size
+                            scale_row(less, here, here, width)
+                        if dropout > 0:
+                            where_q = query + i * down
+                            _drop(s[i], count, seed, instances[g], where_q, number + key, stride, dropout, up)
+                    values = (_address(v, g, key, size), stride * v[2])
+                    into = sums.ctypes.data + r0 * width * size
+                    multiply_add(like[0], many, width, count, st, KEYS, 1, *values, into, width, size)
+        _lay_down(like, size, width, out, lse, g, place0, down, sums, top, total)
 
 
-@triton.jit
-def query_gradient_tiles(
-    Q, Grad, Lse, Delta, Dq, sources, spans, tiles, starts, rectangles, seed,
-    q_batch, q_head, q_row, g_batch, g_head, g_row, heads, rows, span_step, scale, rate, up,
-    SOURCES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RULES: tl.constexpr, VALID: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+# ---- backward -----------------------------------------------------------------------------------------------
+
+
+@inline
+def _score_gradients(row, grad, count, base, less, scale, seed, instance, query, number, step, dropout, up):
+    """row: scores → weights; grad: dout·v → gradients of the scores before scaling."""
+    for j in range(count):
+        row[j] = exp(row[j] - base)
+    if dropout > 0:
+        _drop(grad, count, seed, instance, query, number, step, dropout, up)
+    for j in range(count):
+        grad[j] = row[j] * (grad[j] - less) * scale
+    if dropout > 0:
+        _drop(row, count, seed, instance, query, number, step, dropout, up)
+
+
+@kernel
+def backward(
+    like, size, width, work, dout, q, k, v, out, lse, dq, dk, dv, queries, keys, positions, limits,
+    drawn, draws, bias, exists, instances, seed, scale, dropout, up, number,
 ):  # fmt: skip
-    """Dq (B, H, rows, d), contiguous: Σ_j p·(kept·g·v - delta)·scale·k, p = exp(s - lse)."""
-    h, b = tl.program_id(1), tl.program_id(2)
-    if tl.program_id(0) >= tl.load(spans + b * span_step + 1):
-        return
-    tile = tl.load(spans + b * span_step) + tl.program_id(0)
-    i = tl.arange(0, BM)
-    inside, places = i < tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4) + i * tl.load(tiles + tile * 4 + 1)
-    instance = b * heads + h
-    own = instance.to(tl.int64) * rows
-    q = load_rows(Q + b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head, places, q_row, inside, D, DP)
-    g = load_rows(Grad + b.to(tl.int64) * g_batch + h.to(tl.int64) * g_head, places, g_row, inside, D, DP)
-    lse = tl.load(Lse + own + places, mask=inside, other=0.0)
-    base = tl.where(lse == float("-inf"), 0.0, lse) * LOG2E  # exp(-inf - 0) = 0: empty rows get no gradient
-    delta = tl.load(Delta + own + places, mask=inside, other=0.0)
-    acc = tl.zeros([BM, DP], tl.float32)
-    low, high = i.to(tl.uint32), i.to(tl.uint32)
-    if DROP:
-        low, high = streams(tl.load(seed).to(tl.uint64, bitcast=True), instance, places)
-    for source in tl.static_range(SOURCES):
-        K, k_batch, k_head, k_row, V, v_batch, v_head, v_row, Valid, valid_batch, group = sources[source]
-        K += b.to(tl.int64) * k_batch + (h // group).to(tl.int64) * k_head
-        V += b.to(tl.int64) * v_batch + (h // group).to(tl.int64) * v_head
-        for number in range(tl.load(starts + tile * SOURCES + source), tl.load(starts + tile * SOURCES + source + 1)):
-            R = rectangles + number * FIELDS
-            k_start, k_unit, k_count, full = tl.load(R + 3), tl.load(R + 4), tl.load(R + 5), tl.load(R + 6)
-            for first in range(0, k_count, BN):
-                t = first + tl.arange(0, BN)
-                exists, j = t < k_count, k_start + t * k_unit
-                k = load_rows(K, j, k_row, exists, D, DP)
-                v = load_rows(V, j, v_row, exists, D, DP)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
-                if VALID:
-                    exists = exists & (tl.load(Valid + b * valid_batch + j, mask=exists, other=0) != 0)
-                s = tl.where(exists[None, :], s, float("-inf"))
-                if full == 0:
-                    s = tl.where(seen_by_rule(R, i[:, None], t[None, :], RULES), s, float("-inf"))
-                p = tl.exp2(s - base[:, None])
-                dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-                if DROP:
-                    kept = chance(low[:, None], high[:, None], (j + source * SOURCE).to(tl.uint32)[None, :]) >= rate
-                    dp = tl.where(kept, dp * up, 0.0)
-                ds = p * (dp - delta[:, None])
-                acc += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
-    store_rows(Dq + own * D, places, D, inside, acc * scale, D, DP, ADD)
+    """dq, dk and dv of a part += its share, given the merged (out, lse) of its queries.
 
-
-@triton.jit
-def key_gradient_tiles(
-    Q, Grad, Lse, Delta, Dk, Dv, source, spans, tiles, starts, rectangles, seed,
-    q_batch, q_head, q_row, g_batch, g_head, g_row, heads, rows, keys, span_step, scale, rate, up, before,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RULES: tl.constexpr, VALID: tl.constexpr, DROP: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Dk, Dv (B, H/group, keys, d), contiguous: a tile of keys, all query heads that share it, one after the other."""
-    h, b = tl.program_id(1), tl.program_id(2)
-    if tl.program_id(0) >= tl.load(spans + b * span_step + 1):
-        return
-    tile = tl.load(spans + b * span_step) + tl.program_id(0)
-    K, k_batch, k_head, k_row, V, v_batch, v_head, v_row, Valid, valid_batch, group = source
-    t = tl.arange(0, BN)
-    inside, j = t < tl.load(tiles + tile * 4 + 2), tl.load(tiles + tile * 4) + t * tl.load(tiles + tile * 4 + 1)
-    k = load_rows(K + b.to(tl.int64) * k_batch + h.to(tl.int64) * k_head, j, k_row, inside, D, DP)  # (BN, D)
-    v = load_rows(V + b.to(tl.int64) * v_batch + h.to(tl.int64) * v_head, j, v_row, inside, D, DP)
-    exists = inside
-    if VALID:
-        exists = exists & (tl.load(Valid + b * valid_batch + j, mask=inside, other=0) != 0)
-    dk, dv = tl.zeros([BN, DP], tl.float32), tl.zeros([BN, DP], tl.float32)
-    column = (j + before).to(tl.uint32)
-    for member in range(0, group):
-        head = h * group + member
-        instance = b * heads + head
-        own = instance.to(tl.int64) * rows
-        Qh = Q + b.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
-        Gh = Grad + b.to(tl.int64) * g_batch + head.to(tl.int64) * g_head
-        for number in range(tl.load(starts + tile), tl.load(starts + tile + 1)):
-            R = rectangles + number * FIELDS
-            q_start, q_unit, q_count, full = tl.load(R), tl.load(R + 1), tl.load(R + 2), tl.load(R + 6)
-            for first in range(0, q_count, BM):
-                i = first + tl.arange(0, BM)
-                real, places = i < q_count, q_start + i * q_unit
-                q = load_rows(Qh, places, q_row, real, D, DP)  # (BM, D)
-                g = load_rows(Gh, places, g_row, real, D, DP)
-                lse = tl.load(Lse + own + places, mask=real, other=0.0)
-                base = tl.where(lse == float("-inf"), 0.0, lse) * LOG2E
-                delta = tl.load(Delta + own + places, mask=real, other=0.0)
-                s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)  # (BN, BM)
-                s = tl.where(exists[:, None] & real[None, :], s, float("-inf"))
-                if full == 0:
-                    s = tl.where(seen_by_rule(R, i[None, :], t[:, None], RULES), s, float("-inf"))
-                p = tl.exp2(s - base[None, :])
-                dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
-                weight = p
-                if DROP:
-                    low, high = streams(tl.load(seed).to(tl.uint64, bitcast=True), instance, places)
-                    kept = chance(low[None, :], high[None, :], column[:, None]) >= rate
-                    dp, weight = tl.where(kept, dp * up, 0.0), tl.where(kept, p * up, 0.0)
-                dv += tl.dot(weight.to(g.dtype), g, input_precision=PRECISION)
-                ds = p * (dp - delta[None, :])
-                dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
-    heads_of_keys = heads // group
-    own_keys = (b * heads_of_keys + h).to(tl.int64) * keys * D
-    store_rows(Dk + own_keys, j, D, inside, dk * scale, D, DP, ADD)
-    store_rows(Dv + own_keys, j, D, inside, dv, D, DP, ADD)
+    A row of `work` is a task: (instance, first block, behind the last, first row, behind the last, -1 or the number of
+    its own dk and dv). No two tasks that run together add to the same keys or queries, so the sums have one order.
+    """
+    lanes = BYTES // size
+    down, stride, apart = queries[STRIDE], keys[STRIDE], positions[STRIDE]
+    for task in numba.prange(len(work)):
+        g, block0, block1, row0, row1, own = work[task]
+        across, beyond = np.empty((width, KEYS), like.dtype), np.empty((width, KEYS), like.dtype)  # keys, values
+        s, ds = np.empty((ROWS, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)
+        kt, vt, st, dst = across.ctypes.data, beyond.ctypes.data, s.ctypes.data, ds.ctypes.data
+        delta = np.empty(TASK_ROWS, like.dtype)  # dout·out of a row
+        real = exists[g % len(exists)]
+        for block in range(block0, block1):
+            mask = bias[block % len(bias)]
+            for begin in range(row0, row1, TASK_ROWS):
+                rows = min(TASK_ROWS, row1 - begin)
+                place0 = queries[START] + block * queries[STEP] + begin * down
+                for r in range(rows):
+                    at = place0 + r * down
+                    delta[r] = dot(like[0], _address(dout, g, at, size), _address(out, g, at, size), width)
+                for run in range(max(draws, 1)):
+                    first, length, offset = _run(keys, drawn, draws, block, run)
+                    for c in range(0, length, KEYS):
+                        where = positions[START] + block * positions[STEP] + (offset + c) * apart
+                        low, high = _seen(limits, where, apart, place0, place0 + (rows - 1) * down)
+                        low, high = max(low, 0), min(high, length - c, KEYS)
+                        if low >= high:
+                            continue
+                        key0 = first + (c + low) * stride
+                        k0, v0 = _address(k, g, key0, size), _address(v, g, key0, size)
+                        transpose(like[0], high - low, width, k0, stride * k[2], kt, KEYS, size)
+                        transpose(like[0], high - low, width, v0, stride * v[2], vt, KEYS, size)
+                        across[:, : high - low] *= scale
+                        for r0 in range(0, rows, ROWS):
+                            many, query = min(ROWS, rows - r0), place0 + r0 * down
+                            column, count = _columns(limits, where, apart, query, down, many, low, high, lanes)
+                            if count <= 0:
+                                continue
+                            key, padded, at = key0 + column * stride, -(-count // lanes) * lanes, low + column
+                            qt, gt = _address(q, g, query, size), _address(dout, g, query, size)
+                            tile, beside = (many, padded, width), column * size
+                            multiply(like[0], *tile, qt, down * q[2], 1, kt + beside, KEYS, st, KEYS, size)
+                            multiply(like[0], *tile, gt, down * dout[2], 1, vt + beside, KEYS, dst, KEYS, size)
+                            _mask_tile(s, many, count, limits, query, down, where + at * apart, apart,
+                                       mask, begin + r0, offset + c + at, real, key, stride)  # fmt: skip
+                            for i in range(many):
+                                place = query + i * down
+                                _score_gradients(s[i], ds[i], count, lse[g, place], delta[r0 + i], scale, seed,
+                                                 instances[g], place, number + key, stride, dropout, up)  # fmt: skip
+                            # dq += ds·k, dk += dsᵀ·q, dv += wᵀ·dout
+                            right = (_address(k, g, key, size), stride * k[2])
+                            dqt = _address(dq, g, query, size)
+                            multiply_add(like[0], many, width, count, dst, KEYS, 1, *right, dqt, down * dq[2], size)
+                            instance, into, far = g, key, stride
+                            if own >= 0:  # sums of its own, counted from the first key of the block
+                                instance, into, far = own, offset + c + at, 1
+                            dkt, dvt = _address(dk, instance, into, size), _address(dv, instance, into, size)
+                            turned = (count, width, many)
+                            multiply_add(like[0], *turned, dst, 1, KEYS, qt, down * q[2], dkt, far * dk[2], size)
+                            multiply_add(like[0], *turned, st, 1, KEYS, gt, down * dout[2], dvt, far * dv[2], size)
