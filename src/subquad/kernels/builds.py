@@ -31,7 +31,7 @@ def entries() -> Iterator[Entry]:
 
 def _merge(kernel: str, kind: str, width: int, dtype: torch.dtype) -> Made:
     """Two sources (tokens and summaries), no mask, no dropout: what a Combiner runs."""
-    from subquad.kernels.merge import tiles
+    from subquad.kernels.merge import triton_tiles as tiles
     from subquad.kernels.merge.gpu import shapes
 
     shape, pointer = shapes(width, dtype)[kernel], f"*{kind}"

@@ -1,4 +1,4 @@
-"""The merge operators on a GPU: tables of tiles for the Triton kernels of `tiles`, and their launches."""
+"""The merge operators on a GPU: tables of tiles for the Triton kernels of `triton_tiles`, and their launches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shapes(width: int, dtype: torch.dtype) -> dict[str, Shape]:
 
 
 class Tables(NamedTuple):
-    """One pass on a device; see `tiles`."""
+    """One pass on a device; see `triton_tiles`."""
 
     spans: Tensor
     tiles: Tensor
@@ -59,7 +59,7 @@ class Tables(NamedTuple):
 
 
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
-    from subquad.kernels.merge import tiles
+    from subquad.kernels.merge import triton_tiles as tiles
 
     work, shape = _ready(q), shapes(q.shape[3], q.dtype)["forward"]
     passes = _query_tables(support, which, n, lengths, len(keys), shape.queries, shape.keys, q.device)
@@ -81,7 +81,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
 
 
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
-    from subquad.kernels.merge import tiles
+    from subquad.kernels.merge import triton_tiles as tiles
 
     work, grad = _ready(q), _ready(grad.to(q.dtype))
     delta = (grad.float() * out.float()).sum(-1)  # (B, H, r)
