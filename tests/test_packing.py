@@ -171,7 +171,7 @@ def test_few_slots_are_filled_up():
     ends = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     packing = packing_of((1, int(ends[-1])), cu_seqlens=ends)
     slots = sum(bucket.index.numel() for bucket in packing.buckets)
-    assert slots < 1.08 * int(ends[-1]) and len(packing.buckets) < 40
+    assert slots < 1.06 * int(ends[-1]) and len(packing.buckets) < 60
 
 
 @pytest.mark.parametrize("head", [head for head in HEADS if head not in ("pair", "seq2seq")])

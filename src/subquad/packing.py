@@ -19,8 +19,8 @@ from torch import Tensor
 
 from subquad.attention.base import Attention, Record
 
-SPARE = 256  # slots that may be filled up in a call before another call is cheaper
-SHARE = 16  # and 1 / SHARE of the tokens of the call
+SPARE = 32  # slots that may be filled up in a call before another call is cheaper
+SHARE = 24  # and 1 / SHARE of the tokens of the call
 
 
 class Bucket(NamedTuple):
