@@ -157,7 +157,7 @@ def _sinkhorn(n: int, s: Setting) -> nn.Module:
 def _hierarchical(n: int, s: Setting) -> nn.Module:
     from h_transformer_1d.h_transformer_1d import CausalHAttention1D, HAttention1D
 
-    about = {"heads": s.heads, "dim_head": s.head_dim, "block_size": 16}
+    about: dict[str, Any] = {"heads": s.heads, "dim_head": s.head_dim, "block_size": 16}
     return CausalHAttention1D(_width(s), max_seq_len=n, **about) if s.causal else HAttention1D(_width(s), **about)
 
 
@@ -200,7 +200,7 @@ def _longformer(n: int, s: Setting) -> nn.Module:
     config = LongformerConfig(hidden_size=_width(s), num_attention_heads=s.heads, attention_window=[128])
     config.attention_probs_dropout_prob = 0.0
     nobody = torch.zeros(s.batch, n, dtype=torch.bool)
-    given = {"attention_mask": torch.zeros(s.batch, n), "is_index_masked": nobody}
+    given: dict[str, Any] = {"attention_mask": torch.zeros(s.batch, n), "is_index_masked": nobody}
     given |= {"is_index_global_attn": nobody, "is_global_attn": False}
     return _Tokens(LongformerSelfAttention(config, 0), _width(s), projects=False, **given)
 
@@ -239,7 +239,7 @@ class DeepSeek(nn.Module):
         name = {"heavily": "heavily_compressed_attention", "sparse": "compressed_sparse_attention"}[kind]
         width, head_dim = _width(setting), setting.head_dim
         rates = {"heavily_compressed_attention": 128, "compressed_sparse_attention": 4}
-        given = {
+        given: dict[str, Any] = {
             "hidden_size": width, "num_attention_heads": setting.heads, "head_dim": head_dim, "q_lora_rank": width,
             "o_groups": 1, "o_lora_rank": width, "num_hidden_layers": 1, "layer_types": [name], "compress_rates": rates,
             "index_n_heads": setting.heads, "index_head_dim": head_dim // 4, "index_topk": 512, "sliding_window": 128,
@@ -249,7 +249,10 @@ class DeepSeek(nn.Module):
         self.config._attn_implementation = "eager"
         self.inner, self.rotary = DeepseekV4Attention(self.config, 0), DeepseekV4RotaryEmbedding(self.config)
         for name_, p in self.inner.named_parameters():  # as the model initialises them; here they are made empty
-            nn.init.normal_(p, std=0.02) if p.dim() > 1 else nn.init.constant_(p, float("norm" in name_))
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.02)
+            else:
+                nn.init.constant_(p, float("norm" in name_))
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[1]
@@ -346,7 +349,10 @@ def _measure(peer: Peer, setting: Setting, n: int, repeats: int, tell: Callable[
         for turn in range(repeats + 1):  # the first one warms up
             for subject in subjects:
                 tell(f"{peer.name} at n = {n:,}, {f'round {turn}' if turn else 'first call'}")
-                subject.clock() if turn else subject()
+                if turn:
+                    subject.clock()
+                else:
+                    subject()
     full, ours, theirs = (subject.seconds for subject in subjects)
     return PeerRow(
         peer=peer.name, package=peer.package, version=peer.version, spec=peer.spec, causal=peer.causal, n=n,

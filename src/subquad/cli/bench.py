@@ -109,8 +109,8 @@ def bench(
         from subquad.cli.peers import measure_and_print
 
         given = Setting(batch=batch, heads=heads, head_dim=head_dim, backward=backward)
-        lengths = None if n is None else parse_lengths(n)
-        return measure_and_print(specs or [], lengths, given, repeats, json, crossover)
+        measure_and_print(specs or [], None if n is None else parse_lengths(n), given, repeats, json, crossover)
+        return
     if not specs:
         raise typer.BadParameter("SPEC is missing: name one mechanism or more, or pass --peers")
     lengths = parse_lengths("1024,4096,8192" if n is None else n)

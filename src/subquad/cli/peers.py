@@ -26,9 +26,14 @@ def measure_and_print(
     if lengths is not None and len(lengths) > 1:
         raise typer.BadParameter(f"--peers takes one length, not {len(lengths)}")
     before = _rows_of(json, setting)
-    console, rows = err(), []
+    console = err()
+    rows: list[PeerRow] = []
     with console.status("") as status:
-        tell = status.update if console.is_terminal else (lambda what: None)
+
+        def tell(what: str) -> None:
+            if console.is_terminal:
+                status.update(what)
+
         n = None if lengths is None else lengths[0]
         for rows in measure_peers(names, setting, n=n, repeats=repeats, crossover=crossover, tell=tell):
             if json is not None:
