@@ -1,4 +1,6 @@
-"""The merge operators on torch's CPU flash attention: per part one call on strided views, in linear memory."""
+"""The merge operators on a CPU: per part one launch of the tile kernels; half precision and odd widths take torch's flash
+attention on strided views. All in linear memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.merge import dropout as dropping
-from subquad.kernels.merge import walk
+from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge.rows import grid_view, plans
 from subquad.supports.parts import Grid, Part, Plan
 

@@ -7,7 +7,7 @@ import torch
 
 import subquad
 from subquad.kernels import maxima
-from subquad.kernels.merge import walk
+from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.pools import spans
 from subquad.kernels.vectors import dot, largest, multiply, multiply_add, scale_row, transpose
 from subquad.supports.parts import FAR, Grid, Part, make_plan, rows_to_keys

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
-from subquad.kernels.merge import tiles
+from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge.reference import SOURCE
 from subquad.kernels.merge.rows import grid_view
 from subquad.kernels.parallel import launch, run
@@ -68,7 +68,7 @@ def backward(frame: Any, part: Part, plan: Plan, scale: float, seed: Tensor | No
 
 
 def _division(part: Part, instances: int, threads: int) -> tuple[list[np.ndarray], int]:
-    """Tasks in phases, see `tiles.backward`, and how many sums of its own every instance has (1 = none of its own).
+    """Tasks in phases, see `cpu_tiles.backward`, and how many sums of its own every instance has (1 = none of its own).
 
     Where blocks share their keys, rows are divided, and each share has sums of its own. Where key blocks overlap, runs
     of blocks are so long that a run meets its neighbours only: first the even ones, then the odd ones.
