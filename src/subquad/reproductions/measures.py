@@ -114,7 +114,10 @@ def sbm_relative_costs(reproduction: Reproduction, ask: Ask) -> Cells:
     from subquad.reproductions.sbm import FULL, LENGTHS
 
     cells: Cells = {}
+    wanted = {column.name for column in reproduction.columns}
     for task, n in LENGTHS.items():
+        if not wanted & {f"FLOPs, {task}", f"memory, {task}"}:
+            continue
         full = ask(WRITTEN_OUT, n)
         for method in methods(reproduction):
             one = full if method.name == FULL else ask(method.spec, n, density=DENSITIES[task])
