@@ -51,6 +51,7 @@ class PatternAttention(Attention):
 
     family = "sparse pattern"
     grouped = True
+    stays_inside = True
     kind: ClassVar[type[Pattern]]
     own_options: ClassVar[tuple[str, ...]] = ()  # options that are the pattern's
     free_size: ClassVar[str] = ""  # the option that, left open, follows the length
