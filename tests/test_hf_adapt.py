@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import transformers as tf
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from subquad import hf
@@ -38,7 +38,7 @@ def make_model():
 def make_tokenizer():
     """One token for each ASCII character."""
     plain = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token="?"))
-    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    plain.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     return tf.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="?")
 
 

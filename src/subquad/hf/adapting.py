@@ -109,6 +109,8 @@ class Adapter:
             self.optimizer.load_state_dict(saved["optimizer"])
             for parameter, value in zip(self.parameters, saved["parameters"], strict=True):
                 parameter.data.copy_(value)
+            kept = (self.folder / LOG).read_text().splitlines()[: self.step]  # steps behind the checkpoint are repeated
+            write_atomically(self.folder / LOG, "".join(f"{line}\n" for line in kept))
         write_atomically(settings, json.dumps(given, indent=1) + "\n")
 
     def checkpoint(self) -> None:
