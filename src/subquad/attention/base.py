@@ -79,6 +79,7 @@ class Attention(nn.Module):
     data_dependent: bool = False  # how much is computed depends on the values: on sampled graphs, clusters, edge lists
     counting_range: ClassVar[tuple[int, int]] = (512, 2048)  # lengths at which real tensors show the growth of the cost
     countable: int | None = 4096  # `connections` counts sets up to this length; None = a formula for any length
+    stays_inside: ClassVar[bool] = False  # `attend` reads and writes nothing behind the end of a row
     grouped: bool = False  # `attend` takes fewer key heads than query heads; else they are repeated for it
     name: ClassVar[str] = ""  # set by the registry
     options: Any
@@ -232,7 +233,8 @@ class Attention(nn.Module):
         """q, k and v as `attend` takes them: rows from slot 0 on, padded slots 0, heads repeated where need be."""
         rows = Rows.of(key_mask, align=self.positional)
         q, k, v = (rows.align(x) for x in (q, k, v))
-        q, k, v = _clean(q, k, v, rows.key_mask)
+        if not (self.stays_inside and self.positional and rows.is_solid):
+            q, k, v = _clean(q, k, v, rows.key_mask)
         if not self.grouped:
             k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         return rows, q, k, v
@@ -338,6 +340,7 @@ class Rows(NamedTuple):
     lengths: Tensor | None  # (B,): slots from the first real token to the last; 0 = nothing but padding
     order: Tensor | None  # (B·n,): the slots in their new order; None = rows begin at slot 0 already
     back: Tensor | None  # (B·n,): the inverse
+    is_solid: bool = False  # known: every row is real from its first token to its last
 
     @classmethod
     def of(cls, key_mask: Tensor | None, *, align: bool) -> Rows:
@@ -349,12 +352,14 @@ class Rows(NamedTuple):
         start = torch.where(key_mask, place, n).amin(1).minimum(end)
         if not align:
             return cls(key_mask, end, None, None)
-        if not torch.compiler.is_compiling() and not bool(start.any()):
-            return cls(key_mask, end, None, None)
+        looks = not torch.compiler.is_compiling()  # a graph is made for all masks
+        solid = looks and bool((key_mask.sum(1) == end - start).all())
+        if looks and not bool(start.any()):
+            return cls(key_mask, end, None, None, solid)
         first = torch.arange(batch, device=key_mask.device)[:, None] * n
         order = (first + (place + start[:, None]) % n).flatten()
         back = (first + (place - start[:, None]) % n).flatten()
-        return cls(key_mask.flatten()[order].view(batch, n), end - start, order, back)
+        return cls(key_mask.flatten()[order].view(batch, n), end - start, order, back, solid)
 
     def align(self, x: Tensor) -> Tensor:
         """(B, H, n, d) with each row from its first real token on."""

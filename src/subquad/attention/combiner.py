@@ -54,6 +54,7 @@ class Combiner(Attention):
     family = "combiner"
     paper = "Ren et al. 2021"
     grouped = True
+    stays_inside = True
     free_size: ClassVar[str] = ""  # the option that, left open, follows the length
 
     def __init__(self, options: Any) -> None:

@@ -44,6 +44,7 @@ class PatternAttention(Attention):
 
     family = "sparse pattern"
     grouped = True
+    stays_inside = True
     boundary = "the keys of others that its sets name: a halo, global tokens, column tokens"
     kind: ClassVar[type[Pattern]]
     own_options: ClassVar[tuple[str, ...]] = ()  # options that are the pattern's

@@ -19,7 +19,9 @@ import torch
 from numba.extending import overload
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # without nnan and ninf: -inf and NaN keep their meaning
-inline = numba.njit(fastmath=FAST, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
+inline = numba.njit(
+    fastmath=FAST, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)  # type: ignore[call-overload]
 kernel = numba.njit(fastmath=FAST, error_model="numpy", parallel=True, cache=True)
 
 _one_at_a_time = threading.RLock()

@@ -55,6 +55,20 @@ class Grid(NamedTuple):
         return self.start + np.arange(self.blocks)[:, None] * self.step + np.arange(self.length) * self.stride
 
 
+class Limits(NamedTuple):
+    """A query at position i sees the positions of [i+lo, i+hi] without [i+xlo, i+xhi], up to i+end.
+
+    Intervals grow to whole spans: from the start of the span of their first position to the end of that of their last.
+    """
+
+    lo: int = -FAR
+    hi: int = FAR
+    xlo: int = 1
+    xhi: int = 0
+    span: int = 1
+    end: int = FAR
+
+
 @dataclass(frozen=True)
 class Part:
     """One grid of query blocks × key blocks; see the module docstring."""
@@ -141,6 +155,41 @@ class Part:
         return ((row & -(node & -node) == node) | ((key == row) & (key % 2 == 0)))[None]
 
     @cached_property
+    def limits(self) -> Limits:
+        """The rule as intervals of positions; where it is of another kind, what no query of it sees beyond."""
+        if not self.rule:
+            return Limits(self.lo, self.hi, self.xlo, self.xhi)
+        end = 0 if self.past else FAR
+        if self.rule == NEAR:
+            return Limits(self.lo, self.hi, span=self.span, end=end)
+        if self.rule == NOT_NEAR:
+            return Limits(xlo=self.lo, xhi=self.hi, span=self.span, end=end)
+        return Limits(0 if self.rule == NODES_BACK else -FAR, 0 if self.rule in (NODES, MEMBERS) else FAR)
+
+    @cached_property
+    def is_interval(self) -> bool:
+        """Do the limits say it all?"""
+        return self.rule in (0, NEAR, NOT_NEAR) and (not self.draws or self.sees_everything)
+
+    def joined_with(self, other: Part) -> Part | None:
+        """One part for both, where the other's queries follow on and the keys of one are the first of the other's."""
+        same = replace(other, queries=self.queries, keys=self.keys, positions=self.positions) == self
+        grids = (self.queries, other.queries, self.keys, other.keys, self.placed, other.placed)
+        if not same or not self.is_interval or self.draws or any(grid.blocks > 1 for grid in grids):
+            return None
+        rows, more = self.queries, other.queries
+        follows = rows.stride == more.stride and rows.start + rows.length * rows.stride == more.start
+        starts = [(grid.start, grid.stride) for grid in (self.keys, other.keys, self.placed, other.placed)]
+        if not follows or starts[0] != starts[1] or starts[2] != starts[3]:
+            return None
+        shorter, longest = sorted((self, other), key=lambda part: part.keys.length)
+        if shorter.keys.length < longest.keys.length:  # no query of the shorter one may see the keys it lacks
+            places, last = shorter.placed, shorter.queries.start + (shorter.queries.length - 1) * shorter.queries.stride
+            if shorter.rule or places.start + places.length * places.stride - last <= shorter.hi:
+                return None
+        return replace(longest, queries=rows._replace(length=rows.length + more.length))
+
+    @cached_property
     def is_triangle(self) -> bool:
         """Row r sees exactly the keys 0..r of its block: a causal kernel needs no mask."""
         q, p = self.queries, self.placed
@@ -177,6 +226,26 @@ class Plan:
     def pairs(self) -> int:
         """How many (query, key) pairs are multiplied."""
         return sum(part.pairs for part in self.parts)
+
+    def reach(self, source: int) -> int:
+        """Keys of a source that are attended to stand before this place; 0 = anywhere."""
+        parts = [part for part in self.parts if part.source == source]
+        if not parts or any(part.draws for part in parts):
+            return 0
+        return max(int(part.keys.places().max()) + 1 if part.keys.length else 0 for part in parts)
+
+    @cached_property
+    def reaches(self) -> dict[int, int]:
+        return {source: self.reach(source) for source in {part.source for part in self.parts}}
+
+    @cached_property
+    def joined(self) -> tuple[Part, ...]:
+        """The parts, with chunks of one rectangle put together: for kernels that skip what the limits exclude."""
+        found: list[Part] = []
+        for part in self.parts:
+            whole = found[-1].joined_with(part) if found else None
+            found[-1:] = [whole] if whole else [*found[-1:], part]
+        return tuple(found)
 
     @cached_property
     def covers(self) -> bool:
@@ -246,7 +315,7 @@ def windows(start: int, stop: int, left: int, right: int, *, block: int | None =
 
 def window_block(reach: int) -> int:
     """Queries per block for a window of `reach`: small blocks waste less of the strip, large ones run faster."""
-    return 32 if reach <= 32 else 64 if reach <= 256 else 128
+    return 48 if reach <= 32 else 96 if reach <= 96 else 192
 
 
 def diagonal(start: int, stop: int, size: int, *, causal: bool) -> list[Part]:

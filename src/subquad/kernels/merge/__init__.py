@@ -8,8 +8,8 @@ where (out_p, lse_p) are the output and the logsumexp of part p. The backward of
 the row's merged (out, lse): per part with the merged values it is the exact gradient of the joint softmax.
 
 `op` holds the operators and their derivatives, `reference` the same in plain torch, for any device, `cpu` the kernels
-on torch's flash attention, `dropout` those that drop weights. Key masks, the rows' own lengths, grouped heads and
-dropout all live inside. There is no second derivative: asking for one raises.
+of a CPU: `cpu_walk` divides the work, `cpu_tiles` does it, and `dropout` drops weights where those do not run. Key
+masks, the rows' own lengths, grouped heads and dropout all live inside. There is no second derivative: asking for one raises.
 """
 
 from subquad.kernels.merge.entrance import merge_attention

@@ -1,4 +1,6 @@
-"""The merge operators on torch's CPU flash attention: per part one call on strided views, in linear memory."""
+"""The merge operators on a CPU: per part one launch of the tile kernels; half precision and odd widths take torch's flash
+attention on strided views. All in linear memory.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.merge import dropout as dropping
+from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge.rows import grid_view, plans
 from subquad.supports.parts import Grid, Part, Plan
 
@@ -23,18 +26,31 @@ KEPT_BYTES = 1 << 26  # masks are kept between calls, the most recent ones, up t
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
     q, keys, values = _ready(q), [_ready(k) for k in keys], [_ready(v) for v in values]
     chosen = list(plans(len(q), lengths, support, which, n))
-    covered = lengths is None and chosen[0][1].covers and chosen[0][1].rows == q.shape[2]
-    out = torch.empty_like(q) if covered else torch.zeros_like(q)
+    out = _outputs(q, chosen)
     lse = q.new_full(q.shape[:3], -torch.inf)  # (B, H, r)
     for rows, plan in chosen:
         for frame in _frames(rows, plan, [q, out, lse[..., None]], keys, values, valid):
             q_, out_, lse_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
-            for part in plan.parts:
+            for part in walk.parts_of(plan, q):
+                if walk.takes(part, q):
+                    walk.forward(frame, part, plan, scale, seed, dropout)
+                    continue
                 views = _Views(frame, part, plan, q.dtype)
                 o, here = drop.attend(q_, views) if drop else _attend(q_, views, scale)
                 _absorb(grid_view(out_, part.queries), grid_view(lse_, part.queries)[..., 0], o, here, part.fresh)
     return out, lse
+
+
+def _outputs(q: Tensor, chosen: list[tuple[slice, Plan]]) -> Tensor:
+    """Memory for the outputs, 0 where no part will write."""
+    together = sum(rows.stop - rows.start for rows, _ in chosen) == len(q)
+    if not together or not all(plan.covers for _, plan in chosen):
+        return torch.zeros_like(q)
+    out = torch.empty_like(q)
+    for rows, plan in chosen:
+        out[rows, :, plan.rows :] = 0
+    return out
 
 
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
@@ -47,7 +63,10 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
         for frame in _frames(rows, plan, [grad, q, out, safe, dq], *sources):
             *given, dq_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
-            for part in plan.parts:
+            for part in walk.parts_of(plan, q):
+                if walk.takes(part, q):
+                    walk.backward(frame, part, plan, scale, seed, dropout)
+                    continue
                 views = _Views(frame, part, plan, q.dtype)
                 g, x, o, total = (grid_view(t, part.queries) for t in given)
                 grads = drop.backward(g, x, o, total, views) if drop else _part_backward(g, x, o, total, views, scale)
@@ -87,7 +106,7 @@ def _frames(rows: slice, plan: Plan, queries, keys, values, valid, gradients=())
     group = heads // min(x.shape[1] for x in (*keys, *values))
     everything = (queries, keys, values, gradients)
     masks = {s: x[rows] if len(x) > 1 else x for s, x in enumerate(valid)}
-    masks = {s: x[:, 0] for s, x in masks.items() if not bool(x.all())}  # (b or 1, m)
+    masks = {s: x[:, 0] for s, x in masks.items() if not bool(x[..., : plan.reaches.get(s) or None].all())}  # (b, m)
     pairs = max((part.pairs for part in plan.parts), default=0)
     number = torch.arange(rows.start * heads, rows.stop * heads).view(-1, heads)  # (b, H)
     for j in range(group):
@@ -171,7 +190,7 @@ class _MaskCache:
         return additive, (empty if bool(empty.any()) else None)
 
 
-_kept_mask = _MaskCache(KEPT_BYTES)
+kept_mask = _MaskCache(KEPT_BYTES)
 
 
 def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -181,7 +200,7 @@ def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> t
     """
     mask = empty = None
     if not part.is_triangle and not part.sees_everything:
-        mask, empty = _kept_mask(part, dtype)
+        mask, empty = kept_mask(part, dtype)
         mask, empty = mask[None], None if empty is None else empty[None]
     if valid is None:
         return mask, empty

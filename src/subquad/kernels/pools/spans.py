@@ -1,6 +1,7 @@
 """`span_pool`: the maximum or the mean of every span of a sequence, padding and sinks left out.
 
 One operator for every device, in whole-tensor steps on views: nothing is padded or copied where nothing is missing.
+`cpu` has a kernel for the gradient.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from subquad.kernels.pools import cpu
 
 
 def span_pool(
@@ -118,6 +121,11 @@ def _pool_backward(
 @_pool.register_fake
 def _(x, key_mask, lengths, size, skip, is_max):
     return x.new_empty(x.shape[0], x.shape[1], -(-x.shape[2] // size) + 1, x.shape[3])
+
+
+@_pool_backward.register_kernel("cpu")
+def _(grad, x, *about):
+    return (cpu.pool_backward if cpu.takes(x) else _pool_backward._init_fn)(grad, x, *about)
 
 
 @_pool_backward.register_fake

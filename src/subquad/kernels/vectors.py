@@ -1,0 +1,275 @@
+"""Vector instructions inside Numba kernels: small matrix products near the peak of a core, and what goes with them.
+
+A kernel that walks tiles of scores multiplies matrices that fit the first-level cache. A call of a BLAS costs as much
+as such a product, and the compiler does not keep the sums of a plain loop in registers: here the innermost loops are
+written in LLVM's vector instructions, which every back end turns into its own (AVX2, AVX-512, NEON).
+
+Matrices are given by the address of their first entry and by their strides in entries; the entries of a row stand side
+by side, and rows of results are a multiple of LANES long. `kind` is a number of the matrices' type, float32 or float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from subquad.kernels.parallel import inline
+
+BYTES = 32  # of a vector
+WORD = ir.IntType(64)
+
+
+class _Emitter:
+    """Loads, stores and arithmetic of vectors, at addresses."""
+
+    def __init__(self, context: Any, builder: Any, kind: Any) -> None:
+        self.builder, self.size = builder, kind.bitwidth // 8
+        self.lanes = BYTES // self.size
+        self.entry = context.get_value_type(kind)
+        self.vector = ir.VectorType(self.entry, self.lanes)
+        name = f"llvm.fmuladd.v{self.lanes}f{kind.bitwidth}"
+        self._multiply_add = builder.module.declare_intrinsic(
+            name, fnty=ir.FunctionType(self.vector, [self.vector] * 3)
+        )
+
+    def place(self, base: Any, offset: Any) -> Any:
+        """base + offset entries"""
+        return self.builder.add(base, self.builder.mul(offset, WORD(self.size)))
+
+    def load(self, address: Any, type_: Any = None) -> Any:
+        pointer = self.builder.inttoptr(address, (type_ or self.vector).as_pointer())
+        return self.builder.load(pointer, align=self.size)
+
+    def store(self, value: Any, address: Any) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=self.size)
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        return self.builder.call(self._multiply_add, [a, b, c])
+
+    def splat(self, value: Any) -> Any:
+        """A vector of equal entries."""
+        nothing = ir.Constant(self.vector, ir.Undefined)
+        first = self.builder.insert_element(nothing, value, ir.IntType(32)(0))
+        return self.shuffle(first, nothing, [0] * self.lanes)
+
+    def shuffle(self, a: Any, b: Any, picks: list[int]) -> Any:
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), picks))
+
+    def constant(self, value: float) -> Any:
+        return ir.Constant(self.vector, [value] * self.lanes)
+
+    def entries(self, vector: Any) -> list[Any]:
+        return [self.builder.extract_element(vector, ir.IntType(32)(j)) for j in range(self.lanes)]
+
+    def loop(self, count: Any, step: int, start: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+        """values = body(index, values) for index = 0, step, 2·step … < count, at least once."""
+        builder = self.builder
+        before, inside, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
+        builder.branch(inside)
+        builder.position_at_end(inside)
+        index = builder.phi(WORD)
+        index.add_incoming(WORD(0), before)
+        values = [builder.phi(x.type) for x in start]
+        for phi, x in zip(values, start, strict=True):
+            phi.add_incoming(x, before)
+        new = body(index, values)
+        following = builder.add(index, WORD(step))
+        index.add_incoming(following, builder.block)
+        for phi, x in zip(values, new, strict=True):
+            phi.add_incoming(x, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+        builder.position_at_end(after)
+        return new
+
+
+# ---- products -----------------------------------------------------------------------------------------------
+
+
+def _tile(rows: int, vectors: int, add: bool) -> Any:
+    """c (rows × vectors) = or += a (rows × depth) · b (depth × vectors), all sums in registers."""
+
+    def emit(context, builder, signature, arguments):
+        e = _Emitter(context, builder, signature.args[0])
+        a, row_a, step_a, b, row_b, c, row_c, depth = arguments[1:]
+        a_rows = [e.place(a, builder.mul(WORD(r), row_a)) for r in range(rows)]
+
+        def step(k, sums):
+            right = e.place(b, builder.mul(k, row_b))
+            columns = [e.load(builder.add(right, WORD(j * BYTES))) for j in range(vectors)]
+            offset, new = builder.mul(k, step_a), []
+            for r in range(rows):
+                left = e.splat(e.load(e.place(a_rows[r], offset), e.entry))
+                new += [e.multiply_add(left, columns[j], sums[r * vectors + j]) for j in range(vectors)]
+            return new
+
+        sums = e.loop(depth, 1, [e.constant(0.0)] * (rows * vectors), step)
+        for at, value in enumerate(sums):
+            row = e.place(c, builder.mul(WORD(at // vectors), row_c))
+            address = builder.add(row, WORD(at % vectors * BYTES))
+            e.store(builder.fadd(value, e.load(address)) if add else value, address)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(typingctx, kind, a, row_a, step_a, b, row_b, c, row_c, depth) -> Any:
+        return types.void(kind, *[types.intp] * 8), emit
+
+    return tile
+
+
+def _strip(vectors: int, add: bool) -> Any:
+    """All rows of `vectors` vectors of c."""
+    six, four, two, one = (_tile(rows, vectors, add) for rows in (6, 4, 2, 1))  # 12 sums in the 16 registers of AVX2
+
+    @inline
+    def strip(kind, m, a, row_a, step_a, b, row_b, c, row_c, depth, size):
+        i, down_a, down_c = 0, row_a * size, row_c * size
+        while m - i >= 6:
+            six(kind, a + i * down_a, row_a, step_a, b, row_b, c + i * down_c, row_c, depth)
+            i += 6
+        if m - i >= 4:
+            four(kind, a + i * down_a, row_a, step_a, b, row_b, c + i * down_c, row_c, depth)
+            i += 4
+        if m - i >= 2:
+            two(kind, a + i * down_a, row_a, step_a, b, row_b, c + i * down_c, row_c, depth)
+            i += 2
+        if m - i >= 1:
+            one(kind, a + i * down_a, row_a, step_a, b, row_b, c + i * down_c, row_c, depth)
+
+    return strip
+
+
+def _product(add: bool) -> Any:
+    two, one = _strip(2, add), _strip(1, add)
+
+    @inline
+    def product(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size):
+        """c (m × n) = or += a (m × depth) · b (depth × n), n a multiple of the lanes, depth ≥ 1."""
+        wide, j = 2 * BYTES // size, 0
+        while n - j >= wide:
+            two(kind, m, a, row_a, step_a, b + j * size, row_b, c + j * size, row_c, depth, size)
+            j += wide
+        if n > j:
+            one(kind, m, a, row_a, step_a, b + j * size, row_b, c + j * size, row_c, depth, size)
+
+    return product
+
+
+multiply = _product(False)
+multiply_add = _product(True)
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def dot(typingctx, kind, a, b, count) -> Any:
+    """Σ a·b over two rows of `count` entries, a multiple of the lanes."""
+
+    def emit(context, builder, signature, arguments):
+        e = _Emitter(context, builder, kind)
+        _, a, b, count = arguments
+
+        def step(j, sums):
+            return [e.multiply_add(e.load(e.place(a, j)), e.load(e.place(b, j)), sums[0])]
+
+        (total,) = e.loop(count, e.lanes, [e.constant(0.0)], step)
+        first, *rest = e.entries(total)
+        for x in rest:
+            first = builder.fadd(first, x)
+        return first
+
+    return kind(kind, types.intp, types.intp, types.intp), emit
+
+
+@intrinsic
+def largest(typingctx, kind, a, count) -> Any:
+    """The largest entry of a row of `count` entries, a multiple of the lanes; NaN counts as nothing."""
+
+    def emit(context, builder, signature, arguments):
+        e = _Emitter(context, builder, kind)
+        _, a, count = arguments
+
+        def larger(x, y):
+            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+        (most,) = e.loop(
+            count, e.lanes, [e.constant(float("-inf"))], lambda j, top: [larger(e.load(e.place(a, j)), top[0])]
+        )
+        first, *rest = e.entries(most)
+        for x in rest:
+            first = larger(x, first)
+        return first
+
+    return kind(kind, types.intp, types.intp), emit
+
+
+@intrinsic
+def scale_row(typingctx, factor, a, b, count) -> Any:
+    """a = factor · b over rows of `count` entries, a multiple of the lanes."""
+
+    def emit(context, builder, signature, arguments):
+        e = _Emitter(context, builder, factor)
+        by, a, b, count = arguments
+        by = e.splat(by)
+
+        def step(j, nothing):
+            e.store(builder.fmul(by, e.load(e.place(b, j))), e.place(a, j))
+            return []
+
+        e.loop(count, e.lanes, [], step)
+        return context.get_dummy_value()
+
+    return types.void(factor, types.intp, types.intp, types.intp), emit
+
+
+@intrinsic
+def _transpose_block(typingctx, kind, a, row_a, b, row_b) -> Any:
+    """b = aᵀ for a square block of as many rows as a vector has lanes."""
+
+    def emit(context, builder, signature, arguments):
+        e = _Emitter(context, builder, kind)
+        _, a, row_a, b, row_b = arguments
+        rows = [e.load(e.place(a, builder.mul(WORD(i), row_a))) for i in range(e.lanes)]
+        step = 1
+        while step < e.lanes:  # swap the off-diagonal halves of blocks of 2·step
+            for i in range(e.lanes):
+                if not i & step:
+                    x, y, every = rows[i], rows[i | step], range(e.lanes)
+                    rows[i] = e.shuffle(x, y, [e.lanes + (j ^ step) if j & step else j for j in every])
+                    rows[i | step] = e.shuffle(x, y, [e.lanes + j if j & step else j | step for j in every])
+            step *= 2
+        for i, row in enumerate(rows):
+            e.store(row, e.place(b, builder.mul(WORD(i), row_b)))
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.intp] * 4), emit
+
+
+@intrinsic
+def _copy_entry(typingctx, kind, a, b) -> Any:
+    """The entry at b = the entry at a."""
+
+    def emit(context, builder, signature, arguments):
+        e = _Emitter(context, builder, kind)
+        e.store(e.load(arguments[1], e.entry), arguments[2])
+        return context.get_dummy_value()
+
+    return types.void(kind, types.intp, types.intp), emit
+
+
+@inline
+def transpose(kind, count, width, a, row_a, b, row_b, size):
+    """b (width × count) = aᵀ, a (count × width); `width` a multiple of the lanes."""
+    lanes, j = BYTES // size, 0
+    while count - j >= lanes:
+        for t in range(0, width, lanes):
+            _transpose_block(kind, a + (j * row_a + t) * size, row_a, b + (t * row_b + j) * size, row_b)
+        j += lanes
+    while j < count:
+        for t in range(width):
+            _copy_entry(kind, a + (j * row_a + t) * size, b + (t * row_b + j) * size)
+        j += 1

@@ -1,0 +1,170 @@
+"""The CPU kernels in tiles, against plain torch: products, transposes, parts of every kind, maxima, pools."""
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+import subquad
+from subquad.kernels import maxima
+from subquad.kernels.merge import cpu_walk as walk
+from subquad.kernels.pools import spans
+from subquad.kernels.vectors import dot, largest, multiply, multiply_add, scale_row, transpose
+from subquad.supports.parts import FAR, Grid, Part, make_plan, rows_to_keys
+from subquad.supports.spans import Fixed, Window
+
+TYPES = [np.float32, np.float64]
+
+
+@numba.njit(error_model="numpy")
+def products(like, size, a, b, c, turned):
+    m, depth = a.shape
+    sizes = (m, b.shape[1], depth)
+    multiply(like[0], *sizes, a.ctypes.data, depth, 1, b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1], size)
+    multiply_add(like[0], *sizes, a.ctypes.data, depth, 1, b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1], size)
+    transpose(like[0], depth, b.shape[1], b.ctypes.data, b.shape[1], turned.ctypes.data, depth, size)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(("m", "n", "depth"), [(1, 8, 1), (7, 24, 9), (13, 16, 64), (24, 40, 17)])
+def test_products_and_transposes(kind, m, n, depth):
+    draw = np.random.default_rng(0)
+    a, b = draw.standard_normal((m, depth)).astype(kind), draw.standard_normal((depth, n)).astype(kind)
+    c, turned = np.full((m, n), np.nan, kind), np.zeros((n, depth), kind)
+    products(np.zeros(1, kind), c.itemsize, a, b, c, turned)
+    np.testing.assert_allclose(c, 2 * a @ b, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(turned, b.T)
+
+
+@numba.njit(error_model="numpy")
+def rows(like, two, a, b):
+    scale_row(two, b.ctypes.data, a.ctypes.data, len(a))
+    return dot(like[0], a.ctypes.data, b.ctypes.data, len(a)), largest(like[0], a.ctypes.data, len(a))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows(kind):
+    a = np.random.default_rng(0).standard_normal(24).astype(kind)
+    a[3] = np.nan
+    b = np.zeros_like(a)
+    total, top = rows(np.zeros(1, kind), kind(2), a, b)
+    assert np.isnan(total)
+    assert top == np.nanmax(a)
+    np.testing.assert_array_equal(b, 2 * a)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(
+    "spec", ["combiner-fixed:span=7", "combiner-window:span=8,window=20,sinks=3", "bigbird:block=16"]
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_equal_the_flash_route(spec, causal, dropout, monkeypatch):
+    """Values and gradients, with padding inside rows, and more keys than a tile has."""
+    draw = torch.Generator().manual_seed(0)
+    a = subquad.attention(spec, causal=causal, num_heads=2, head_dim=8, dropout=dropout).double()
+    q, k, v, g = (torch.randn(3, 2, 331, 8, generator=draw, dtype=torch.float64) for _ in range(4))
+    mask = torch.rand(3, 331, generator=draw) < 0.8
+    found = []
+    for route in (True, False):
+        if not route:
+            monkeypatch.setattr(walk, "takes", lambda part, q: False)
+            monkeypatch.setattr(walk, "parts_of", lambda plan, q: plan.parts)
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = a(*x, key_mask=mask, seed=torch.tensor(5))
+        found.append([out, *torch.autograd.grad(out, x, g)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("instances", [1, 8])
+def test_tasks_that_run_together_touch_no_key_twice(instances, threads):
+    """Every row is in one task, and two tasks of a phase share no key unless each has its own sums."""
+    window, shared = Grid(40, 30, 8, 8), Grid(0, 1, 0, 2000)
+    for part in (Part(window, Grid(20, 30, 8, 28)), Part(window, window), Part(shared, Grid(0, 1, 0, 50))):
+        phases, copies = walk._division(part, instances, threads)
+        seen = np.zeros((instances, part.queries.blocks, part.queries.length), int)
+        for phase in phases:
+            taken: set[tuple[int, int]] = set()
+            for g, a0, a1, r0, r1, own in phase:
+                seen[g, a0:a1, r0:r1] += 1
+                keys = {(g if copies == 1 else own, int(key)) for key in part.keys.places()[a0:a1].ravel()}
+                assert not keys & taken
+                taken |= keys
+        assert (seen == 1).all()
+
+
+def seen_pairs(parts) -> set[tuple[int, int, int]]:
+    found = set()
+    for part in parts:
+        allowed = np.broadcast_to(part.allowed(), (part.queries.blocks, part.queries.length, part.keys.length))
+        for a, r, s in zip(*allowed.nonzero(), strict=True):
+            found.add((part.source, int(part.queries.places()[a, r]), int(part.keys.places()[a, s])))
+    return found
+
+
+def test_joined_parts_see_what_their_chunks_saw():
+    for plan in (
+        Fixed(causal=True, span=8).plan(3000, "main"),
+        Window(causal=True, span=8, window=20).plan(3000, "main"),
+    ):
+        assert len(plan.joined) < len(plan.parts)
+        assert seen_pairs(plan.joined) == seen_pairs(plan.parts)
+    free = make_plan([Part(Grid.of(range(4)), Grid.of(range(6))), Part(Grid.of(range(4, 8)), Grid.of(range(9)))], 8)
+    assert free.joined == free.parts  # the first four would see three keys more
+    assert len(make_plan(rows_to_keys(range(900), range(900), hi=0, lo=-FAR), 900).joined) == 1
+
+
+def test_limits_say_what_the_mask_says():
+    """Whatever a mask allows lies inside the limits; where they say it all, exactly that."""
+    for part in Window(causal=False, span=8, window=20, sinks=3).plan(300, "main").parts:
+        lo, hi, xlo, xhi, span, end = part.limits
+        query, key = part.queries.places()[:, :, None], part.placed.places()[:, None]
+        inside = ((query + lo) // span * span <= key) & (key <= (query + hi) // span * span + span - 1)
+        inside &= key <= query + end
+        if xlo <= xhi:
+            inside &= ~(((query + xlo) // span * span <= key) & (key <= (query + xhi) // span * span + span - 1))
+        assert part.is_interval
+        np.testing.assert_array_equal(np.broadcast_to(part.allowed(), inside.shape), inside)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("shape", "dim"), [((2, 3, 7, 5, 4), 2), ((1, 2, 30, 9, 64), 3), ((1, 1, 1, 4, 8), 2)])
+def test_maxima_equal_plain_torch(shape, dim, ties):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = (2 * x).round() if ties else x
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for backwards in (True, False):
+        top = maxima.running_max(x, dim, backwards)
+        assert torch.equal(top, maxima.running_max._init_fn(x, dim, backwards))
+        found = maxima.running_max_backward(grad, x, top, dim, backwards)
+        torch.testing.assert_close(found, maxima.running_max_backward._init_fn(grad, x, top, dim, backwards))
+    found, expected = maxima.others_max(x, dim), maxima.others_max._init_fn(x, dim)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    about = (grad, x, *found[1:], dim)
+    expected_gradient = maxima.others_max_backward._init_fn(*about)
+    torch.testing.assert_close(maxima.others_max_backward(*about), expected_gradient, equal_nan=True)
+
+
+def test_maxima_keep_nan():
+    x = torch.randn(1, 1, 5, 2, 8)
+    x[0, 0, 2, 1, 3] = torch.nan
+    for backwards in (True, False):
+        top = maxima.running_max(x, 2, backwards)
+        torch.testing.assert_close(top, maxima.running_max._init_fn(x, 2, backwards), equal_nan=True)
+    for a, b in zip(maxima.others_max(x, 2), maxima.others_max._init_fn(x, 2), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("is_max", [True, False])
+@pytest.mark.parametrize(("n", "size", "skip"), [(1, 4, 0), (5, 2, 1), (37, 8, 11)])
+def test_pooled_gradients_equal_plain_torch(n, size, skip, is_max):
+    draw = torch.Generator().manual_seed(0)
+    x = (2 * torch.randn(3, 2, n, 8, generator=draw)).round()
+    lengths = torch.tensor([n, max(1, n // 2), n])
+    mask = (torch.rand(3, n, generator=draw) < 0.7) & (torch.arange(n) < lengths[:, None])
+    for about in ((None, None, size, skip, is_max), (mask, lengths, size, skip, is_max)):
+        out = spans._pool(x, *about)
+        grad = torch.randn(out.shape, generator=draw)
+        expected = spans._pool_backward._init_fn(grad, x, out, *about)
+        torch.testing.assert_close(spans._pool_backward(grad, x, out, *about), expected)
