@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.kernels.merge import dropout as dropping
 from subquad.kernels.merge import cpu_walk as walk
+from subquad.kernels.merge import dropout as dropping
 from subquad.kernels.merge.rows import grid_view, plans
 from subquad.supports.parts import Grid, Part, Plan
 
@@ -33,7 +33,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
             q_, out_, lse_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
             for part in walk.parts_of(plan, q):
-                if walk.takes(part, q):
+                if walk.takes(part, q, dropout):
                     walk.forward(frame, part, plan, scale, seed, dropout)
                     continue
                 views = _Views(frame, part, plan, q.dtype)
@@ -64,7 +64,7 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
             *given, dq_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
             for part in walk.parts_of(plan, q):
-                if walk.takes(part, q):
+                if walk.takes(part, q, dropout):
                     walk.backward(frame, part, plan, scale, seed, dropout)
                     continue
                 views = _Views(frame, part, plan, q.dtype)
