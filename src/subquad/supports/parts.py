@@ -173,9 +173,7 @@ class Part:
 
     def joined_with(self, other: Part) -> Part | None:
         """One part for both, where the other's queries follow on and the keys of one are the first of the other's."""
-        grids_of = {"keys": self.keys, "positions": self.positions, "numbers": self.numbers}
-        same = replace(other, queries=self.queries, **grids_of) == self  # type: ignore[arg-type]
-        same = same and self.numbered[::4] == other.numbered[::4]  # start and stride
+        same = replace(other, queries=self.queries, keys=self.keys, positions=self.positions) == self
         grids = (self.queries, other.queries, self.keys, other.keys, self.placed, other.placed)
         if not same or not self.is_interval or self.draws or any(grid.blocks > 1 for grid in grids):
             return None

@@ -33,7 +33,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
             q_, out_, lse_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
             for part in walk.parts_of(plan, q):
-                if walk.takes(part, q, dropout):
+                if walk.takes(part, q):
                     walk.forward(frame, part, plan, scale, seed, dropout)
                     continue
                 views = _Views(frame, part, plan, q.dtype)
@@ -64,7 +64,7 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
             *given, dq_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
             for part in walk.parts_of(plan, q):
-                if walk.takes(part, q, dropout):
+                if walk.takes(part, q):
                     walk.backward(frame, part, plan, scale, seed, dropout)
                     continue
                 views = _Views(frame, part, plan, q.dtype)

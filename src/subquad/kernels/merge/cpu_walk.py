@@ -18,13 +18,13 @@ from subquad.kernels.vectors import BYTES
 from subquad.supports.parts import Part, Plan
 
 
-def takes(part: Part, q: Tensor, dropout: float) -> bool:
+def takes(part: Part, q: Tensor) -> bool:
     """Are there vectors of this type and width, and do the places go upwards?
 
-    Parts of a shard count from its first query: they are taken unless dropout or spans need the numbers of the whole.
+    Parts of a shard, which count from its first query and keep the numbers of the whole for dropout, go the other way.
     """
-    shifted = (dropout and part.numbers is not None) or part.origin % part.span
-    return _fits(q) and not part.is_self and part.queries.stride > 0 and part.placed.stride > 0 and not shifted
+    whole = part.numbers is None
+    return whole and _fits(q) and not part.is_self and part.queries.stride > 0 and part.placed.stride > 0
 
 
 def parts_of(plan: Plan, q: Tensor) -> tuple[Part, ...]:
