@@ -215,12 +215,33 @@ def compare_mesh(group: Group) -> None:
             close(q.grad, p.grad, f"DDP: gradient of {name}", 1e-7)
 
 
+def compare_fsdp(group: Group) -> None:
+    """Parameters divided over the data dimension, sequences over the other."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    batch = make_batch("causal-lm", 22, "none")
+    whole = make_model("causal-lm", "combiner-fixed:span=4")
+    whole(**batch).loss.backward()
+    own = {key: x[mesh["data"].get_local_rank()][None] for key, x in batch.items()}
+    model = sequence_parallel(make_model("causal-lm", "combiner-fixed:span=4"), mesh["sequence"])
+    for block in model.encoder.blocks:
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    model(**shard(own, mesh["sequence"])).loss.backward()
+    average_gradients(model, mesh["sequence"])
+    for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+        close(q.grad.full_tensor(), p.grad, f"FSDP: gradient of {name}", 1e-7)
+
+
 @pytest.mark.slow
 def test_four_processes():
     team = Team(4)
     try:
         all_cases(team, (7, 61), ("none", "right", "left", "interior"))
         team.run(compare_mesh)
+        team.run(compare_fsdp)
         for n in (22, 61):
             team.run(compare, "full", True, n, "right", "float64", 0.2, 4, 2, "zigzag")
     finally:

@@ -19,8 +19,12 @@ from subquad.supports.parts import Part, Plan
 
 
 def takes(part: Part, q: Tensor) -> bool:
-    """Are there vectors of this type and width, and do the places go upwards?"""
-    return _fits(q) and not part.is_self and part.queries.stride > 0 and part.placed.stride > 0
+    """Are there vectors of this type and width, and do the places go upwards?
+
+    Parts of a shard, which count from its first query and keep the numbers of the whole for dropout, go the other way.
+    """
+    whole = part.numbers is None
+    return whole and _fits(q) and not part.is_self and part.queries.stride > 0 and part.placed.stride > 0
 
 
 def parts_of(plan: Plan, q: Tensor) -> tuple[Part, ...]:
