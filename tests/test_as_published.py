@@ -30,7 +30,7 @@ def test_one_feed_forward_layer_behind_all_attention_layers():
     x = torch.randn(2, 5, 8)
     for block in blocks[:2]:  # x + attention(norm(x)), and nothing else
         expected = x + block.attention(block.norms[0](x))[0]
-        torch.testing.assert_close(block(x, None, None).hidden_states, expected)
+        torch.testing.assert_close(block(x, None, None)[0], expected)
     assert task("copying", "paper").config()["mlp"] == task("copying-causal", "small").config()["mlp"] == "last"
     pair = HEADS["seq2seq"](config(mlp="last", num_hidden_layers=2))
     assert pair(input_ids=torch.ones(1, 4).long(), labels=torch.ones(1, 3).long()).loss.isfinite()
@@ -123,7 +123,7 @@ def test_wiki_40b(tmp_path, monkeypatch):
     for line in ("{", '{"title": "x"}', "[]", '{"text": 3}'):
         with pytest.raises(ValueError, match="here: "):
             article("here", line)
-    settings = ("length=16", "subwords=300", "width=8", "heads=2", "layers=1")
+    settings = ("length=16", "stride=8", "subwords=300", "width=8", "heads=2", "layers=1")
     with pytest.raises(FileNotFoundError, match=r"en.train.jsonl not found.*wiki40b"):
         task("lm-books", "wiki40b", settings, tmp_path).load()
     (tmp_path / "wiki40b").mkdir()

@@ -347,7 +347,7 @@ def _child() -> None:
 # ---- keeping results ---------------------------------------------------------------------------------------
 
 
-def report(rows: Sequence[Row], setting: Setting) -> dict[str, Any]:
+def report(rows: Sequence[Any], setting: Setting) -> dict[str, Any]:
     """Rows and the circumstances, ready for JSON."""
     from subquad import __version__
 
@@ -359,7 +359,7 @@ def report(rows: Sequence[Row], setting: Setting) -> dict[str, Any]:
         "versions": versions,
         "machine": about,
         "setting": asdict(setting),
-        "busy": busy(rows),
+        "busy": busy([row for row in rows if isinstance(row, Row)]),
         "rows": [asdict(row) for row in rows],
     }
 

@@ -93,7 +93,7 @@ class Compressor(nn.Module):
 class HCA(Attention):
     __doc__ = __doc__
 
-    capabilities = Capabilities(bidirectional=False, level="layer", weights=False)
+    capabilities = Capabilities(streaming=False, bidirectional=False, level="layer", weights=False)
     family = "compressed"
     paper = "DeepSeek-V4"
     cost = "n·(window + n/rate)"

@@ -171,6 +171,7 @@ def write(buffer: Tensor, slot: Tensor, new: Tensor) -> Tensor:
     """
     if buffer.dim() == 4:
         slot = slot[:, None, :, None].expand(new.shape)
+    new = new.to(buffer.dtype)  # autocast chooses a dtype of its own for products
     if torch.is_grad_enabled() or buffer.requires_grad:
         return buffer.scatter(buffer.dim() // 2, slot, new)
     return buffer.scatter_(buffer.dim() // 2, slot, new)

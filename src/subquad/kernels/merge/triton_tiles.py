@@ -130,7 +130,8 @@ def forward_tiles(
                 acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
                 top = new
     empty = total == 0
-    out = acc / tl.where(empty, 1.0, total)[:, None]
+    total = tl.where(empty, 1.0, total)
+    out = acc / total[:, None]
     store_rows(Out + own * D, places, D, inside, out, D, DP, False)
     lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) / LOG2E)
     tl.store(Lse + own + places, lse, mask=inside)
