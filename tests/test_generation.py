@@ -164,6 +164,24 @@ def test_positions_go_on_from_a_rows_own_length(positions):
             assert_close(found[row], model(alone).logits[0, -2:], rtol=1e-9, atol=1e-9)
 
 
+def test_padding_between_chunks_is_skipped():
+    """A token that the mask takes away (generate guesses masks from pad tokens) is not there for a cache either."""
+    model, ids = writer(), prompts()["input_ids"][:1]
+    mask = torch.ones(1, 13, dtype=torch.long)
+    mask[0, [5, 6, 9]] = 0
+    with torch.no_grad():
+        expected = model(ids, mask).logits[mask.bool()]
+        cache, found = SubquadCache(2), []
+        for a, b in ((0, 4), (4, 6), (6, 7), (7, 13)):
+            found.append(model(ids[:, a:b], mask[:, :b], past_key_values=cache).logits)
+        assert_close(torch.cat(found, 1)[mask.bool()], expected, rtol=1e-9, atol=1e-9)
+        assert cache.get_seq_length() == 13 and cache.lengths.tolist() == [10]
+        cache.crop(-7)  # back to slot 6: five tokens
+        assert cache.lengths.tolist() == [5]
+        again = model(ids[:, 6:], mask, past_key_values=cache).logits
+        assert_close(again[mask[:, 6:].bool()], expected[5:], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("spec", ["full", "combiner-fixed", "composite-slice", "longformer:window=4", "sbm"])
 def test_translation_with_a_cache(spec):
     model, given = writer(spec, "seq2seq"), prompts()
@@ -231,7 +249,10 @@ def test_what_a_cache_refuses():
     one = torch.ones(3, 1, dtype=torch.long)
     for call, words in (
         (lambda: model(one, mask, past_key_values=cache), "must have 14 columns, 13 cached and 1 new"),
-        (lambda: model(one, torch.cat([mask, 0 * one], 1), past_key_values=cache), "pad prompts on the left"),
+        (
+            lambda: model(one, torch.cat([mask, one % 2 * torch.tensor([[1], [0], [1]])], 1), past_key_values=cache),
+            "pad prompts",
+        ),
         (lambda: model(one[:2], past_key_values=cache), "batch size"),
         (
             lambda: model(torch.ones(3, 40, dtype=torch.long), past_key_values=cache),

@@ -105,6 +105,15 @@ def packing_of(
     return _apart(slots, starts, shape, sharing)
 
 
+def without_gaps(key_mask: Tensor) -> Packing:
+    """The real tokens alone, of rows that have them at the same slots."""
+    (batch, n), count = key_mask.shape, int(key_mask[0].sum())
+    slots = key_mask.flatten().nonzero()[:, 0]  # (B·c,)
+    back = slots.new_full((batch * n,), len(slots))
+    back[slots] = torch.arange(len(slots), device=slots.device)
+    return Packing((Bucket(slots.view(batch, count), None),), back, (batch, n))
+
+
 def _restarts(position_ids: Tensor, shape: tuple[int, int]) -> Tensor | None:
     """Where positions restart at 0, bool (B, n); None where no position but a row's first one is 0."""
     if position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1]:

@@ -150,7 +150,10 @@ class AttentionLayer(nn.Module):
                 return self.out_proj(state.extend(self.attention, x, project, key_mask, drawn))
             (bucket,) = packing.buckets
             rows = (bucket.rows(x), project.of_rows(bucket, len(x)), bucket.mask)
-            return self.out_proj(packing.join([state.extend(self.attention, *rows, drawn)]))
+            y = state.extend(self.attention, *rows, drawn)
+            if bucket.index.shape[1] < x.shape[1]:
+                state.skip(key_mask)
+            return self.out_proj(packing.join([y]))
 
     def _across(
         self,

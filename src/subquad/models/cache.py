@@ -35,12 +35,15 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.state: State | None = None
         self.slots, self.rollback = 0, ROLLBACK
+        self.absent: list[int] = []  # slots that hold padding in every row, and so no token of the state
 
     def __repr__(self) -> str:
         return f"StateLayer(slots={self.slots}, nbytes={0 if self.state is None else self.state.nbytes})"
 
     def extend(self, mechanism: Attention, x: Tensor, project: Any, key_mask: Tensor | None, seed: Any) -> Tensor:
         """Heads side by side (B, t, H·d) for new tokens (B, t, D), which the state has from now on."""
+        if x.shape[1] == 0:
+            return x.new_zeros(len(x), 0, mechanism.options.num_heads * mechanism.options.head_dim)
         if self.state is None:
             self.state = mechanism.start(
                 len(x), device=x.device, dtype=computed_in(x), seed=seed, rollback=self.rollback
@@ -49,6 +52,12 @@ class StateLayer(CacheLayerMixin):
         y, self.state = mechanism.extend_tokens(x, project, self.state, key_mask)
         self.slots += x.shape[1]
         return y
+
+    def skip(self, key_mask: Tensor) -> None:
+        """After `extend` with the real slots of a chunk alone, count those that hold padding in every row."""
+        before = self.slots - int(key_mask[0].sum())
+        self.absent += (before + (~key_mask[0]).nonzero()[:, 0]).tolist()
+        self.slots = before + key_mask.shape[1]
 
     @property
     def batch_size(self) -> int:
@@ -96,12 +105,14 @@ class StateLayer(CacheLayerMixin):
                 f"tokens_to_remove must be 0 or minus a number of tokens, down to -{self.slots}, not {tokens_to_remove}"
             )
         if tokens_to_remove and self.state is not None:
+            left = self.slots + tokens_to_remove
+            tokens = tokens_to_remove + sum(slot >= left for slot in self.absent)
             # what is removed beyond a row's own tokens was padding in front of them
-            self._set(self.state.crop((self.state.length + tokens_to_remove).clamp(min=0)))
-            self.slots += tokens_to_remove
+            self._set(self.state.crop((self.state.length + tokens).clamp(min=0)))
+            self.slots, self.absent = left, [slot for slot in self.absent if slot < left]
 
     def reset(self) -> None:
-        self.state, self.slots, self.is_initialized = None, 0, False
+        self.state, self.slots, self.is_initialized, self.absent = None, 0, False, []
 
     def offload(self) -> None:
         self._set(None if self.state is None else self.state.to("cpu"))

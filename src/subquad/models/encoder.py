@@ -19,7 +19,7 @@ from subquad.models.cache import SubquadCache, lengths_of, with_state_layers
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import of_today, read_old, renew
 from subquad.models.outputs import BackboneOutput, BlockOutput, collect
-from subquad.packing import packing_of, sequence_positions
+from subquad.packing import packing_of, sequence_positions, without_gaps
 
 STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two layers
 
@@ -117,7 +117,11 @@ class Stack(SubquadPreTrainedModel):
             key_mask, positions = real_tokens(mask), place(x, mask, position_ids, cu_seqlens)  # (B or 1, n)
         else:
             key_mask, positions = self._after(cache, x, mask, position_ids, cu_seqlens)
-        packing = packing_of((x.shape[0], x.shape[1]), key_mask, position_ids, cu_seqlens, pad_left=cache is not None)
+        if key_mask is not None and self._begun(cache, key_mask):
+            packing = without_gaps(key_mask)
+        else:
+            shape = (x.shape[0], x.shape[1])
+            packing = packing_of(shape, key_mask, position_ids, cu_seqlens, pad_left=cache is not None)
         if cache is None:
             self._check_length(x.shape[1] if packing is None else packing.longest)
         elif packing is not None and packing.slots is not None:
@@ -168,9 +172,10 @@ class Stack(SubquadPreTrainedModel):
                 f"attention_mask must have {past + t} columns, {past} cached and {t} new, not {mask.shape[1]}"
             )
         key_mask = None if mask is None else real_tokens(mask[:, past:])
-        if key_mask is not None and lengths is not None and bool(((lengths > 0) & ~key_mask.all(1)).any()):
+        if key_mask is not None and self._begun(cache, key_mask) and not bool((key_mask == key_mask[:1]).all()):
             raise ValueError(
-                "attention_mask: new tokens of a row that has begun must be real ones; pad prompts on the left"
+                "attention_mask: behind the first tokens of a row the same slots must be real in all rows; pad prompts "
+                "on the left"
             )
         if position_ids is None and mask is None and lengths is not None:
             positions = lengths[:, None] + torch.arange(t, device=x.device)  # (B, t)
@@ -179,6 +184,11 @@ class Stack(SubquadPreTrainedModel):
         if past + t > self.config.max_position_embeddings:
             self._check_length(int(positions.max()) + 1)
         return key_mask, positions
+
+    def _begun(self, cache: DynamicCache | None, key_mask: Tensor) -> bool:
+        """Does a row that the cache has tokens of have padding among its new ones?"""
+        lengths = None if cache is None else lengths_of(cache)
+        return lengths is not None and bool(((lengths > 0) & ~key_mask.all(1)).any())
 
     def streams(self) -> str | None:
         """None if every layer can go on from a cache, else the name of a mechanism that cannot."""
