@@ -412,3 +412,13 @@ def test_projected_summaries_leak_nothing_and_say_what_they_cannot_do():
         layer(x, x.clone(), x, need_weights=False)
     with pytest.raises(ValueError, match="summary=proj belongs to plan=rowmajor"):
         make("combiner-axial:plan=vertical,summary=proj", True)
+
+
+@pytest.mark.parametrize("abstraction", ["max", "deepsets-max"])
+def test_nan_in_padding_reaches_no_gradient(abstraction):
+    a = subquad.attention("combiner-fixed:span=4", causal=True, num_heads=2, head_dim=8, abstraction=abstraction)
+    mask = torch.arange(13) < torch.tensor([13, 7])[:, None]
+    x = [torch.randn(2, 2, 13, 8).masked_fill(~mask[:, None, :, None], torch.nan).requires_grad_() for _ in range(3)]
+    out = a(*x, key_mask=mask)
+    grads = torch.autograd.grad(out.sum(), [*x, *a.parameters()])
+    assert all(g.isfinite().all() for g in (out, *grads))

@@ -184,6 +184,7 @@ def test_aten_route_traces_every_plan(dtype):
 
 
 def test_routes_say_why():
+    pytest.importorskip("triton", reason="triton is not installed")
     with devices.use("aten"):
         assert devices.route("merge", torch.float16, 64).impl == "aten"
         with pytest.raises(ValueError, match="draw their own dropout"):

@@ -105,7 +105,7 @@ def tiny_data(tmp_path_factory) -> Path:
     """A few examples of every data set, in its own format."""
     data, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     known = ("a", "red", "fox", "ran", "over", "the", "hill", "and", "old", "dog", "saw", "it", "go")
-    words = " ".join(rng.choice(known, 400))
+    words = "\n".join(" ".join(line) for line in rng.choice(known, (50, 8)))
     files = {"words.txt": words, "books/one.txt": words, **{f"books/{k}.txt": words for k in range(12)}}
     for part in ("train", "valid", "test"):
         for language in ("en", "cs", "de"):
@@ -200,11 +200,11 @@ def test_what_is_counted(each, tmp_path, monkeypatch):
 
 
 def test_operations_of_sbm_are_counted():
-    one = measures.answer("sbm:clusters=8", 128, heads=1, head_dim=4, density=0.1)
-    n, d, k, edges = 128, 4, 8, 0.1 * 128**2
+    one = measures.answer("sbm:clusters=8", 256, heads=1, head_dim=4, density=0.02)
+    n, d, k, edges = 256, 4, 8, 0.02 * 256**2
     formula = 8 * n * d * d + 4 * n * k * d + 2 * k * k * d + 2 * n * k * k + 4 * edges * d
     assert one["flops"] == pytest.approx(formula, rel=0.1)
-    full = measures.answer(measures.WRITTEN_OUT, 128, heads=1, head_dim=4)
+    full = measures.answer(measures.WRITTEN_OUT, n, heads=1, head_dim=4)
     assert full["flops"] == 4 * n * n * d
 
 

@@ -221,6 +221,5 @@ def test_bench_decode_measures_a_step_a_state_and_the_prefill(tmp_path):
     arguments = "bench combiner-fixed composite-slice --decode --n 64 --heads 2 --head-dim 8 --repeats 1 --chunk 16"
     result = CliRunner().invoke(app, [*arguments.split(), "--json", str(path)])
     assert result.exit_code == 0, result.output
-    assert "1/" in result.output
-    assert "composite-slice (layer)" in result.output
+    assert "composite-slice" in result.output and "(layer)" in result.output and "prefill" in result.output
     assert '"chunk_seconds"' in path.read_text()

@@ -86,7 +86,7 @@ class Attention(nn.Module):
     data_dependent: bool = False  # how much is computed depends on the values: on sampled graphs, clusters, edge lists
     counting_range: ClassVar[tuple[int, int]] = (512, 2048)  # lengths at which real tensors show the growth of the cost
     countable: int | None = 4096  # `connections` counts sets up to this length; None = a formula for any length
-    stays_inside: ClassVar[bool] = False  # `attend` reads and writes nothing behind the end of a row
+    stays_inside: bool = False  # `attend` reads and writes nothing behind the end of a row
     grouped: bool = False  # `attend` takes fewer key heads than query heads; else they are repeated for it
     name: ClassVar[str] = ""  # set by the registry
     options: Any

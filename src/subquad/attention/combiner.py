@@ -58,7 +58,6 @@ class Combiner(Attention):
     family = "combiner"
     paper = "Ren et al. 2021"
     grouped = True
-    stays_inside = True
     free_size: ClassVar[str] = ""  # the option that, left open, follows the length
 
     def __init__(self, options: Any) -> None:
@@ -71,6 +70,11 @@ class Combiner(Attention):
             partition = partition.sized(options.max_length)
         self.partition: Partition = partition
         self._is_sized = partition.sized(4) == partition
+
+    @property
+    def stays_inside(self) -> bool:
+        """Maps that learn see every slot: what stands in padding must be clean, or 0 · NaN reaches their gradients."""
+        return not self.abstraction.learns
 
     def make_partition(self, options: Any) -> Any:
         """The partition that the options describe."""

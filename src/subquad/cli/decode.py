@@ -44,16 +44,20 @@ def table(rows: Sequence[DecodeRow]) -> Table:
     from subquad.cli.bench import against, seconds
 
     result = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("n", "attention", "step", "against full", "state", "of the cache", "prefill", "against one call"):
+    for title in ("n", "attention", "step", "against full", "state", "of cache", "prefill"):
         result.add_column(title, justify="left" if title == "attention" else "right", no_wrap=title != "attention")
     for last, row in zip([None, *rows], rows, strict=False):
         if last is not None and last.n != row.n:
             result.add_section()
         name = f"{row.spec} (layer)" if row.level == "layer" else row.spec
         length = f"{row.n:,}" if last is None or last.n != row.n else ""
-        share = "" if row.spec == "full" else f"1/{row.cache_bytes / row.state_bytes:,.0f}"
+        share = "" if row.spec == "full" else _share(row.state_bytes, row.cache_bytes)
         chunks, call = row.chunk_seconds, row.call_seconds
-        prefill = ("", "") if chunks is None or call is None else (seconds(chunks), f"{chunks / call:.2f}×")
+        prefill = "" if chunks is None or call is None else f"{chunks / call:.2f}×"
         size = f"{row.state_bytes / 2**20:,.2f} MiB"
-        result.add_row(length, name, seconds(row.seconds), against(row.ratio), size, share, *prefill)
+        result.add_row(length, name, seconds(row.seconds), against(row.ratio), size, share, prefill)
     return result
+
+
+def _share(state: int, cache: int) -> str:
+    return f"1/{cache / state:,.0f}" if state < cache else f"{state / cache:.1f}×"

@@ -203,6 +203,7 @@ class _Hooks:
         mask = None if mask is None else mask.bool()
         layout = agree(self.group, main.shape[1], main.shape[0], mask, int(draw_seed()), self.zigzag)
         _check_length(model, layout)
+        _check_holes(layout)
         if model.training and any(_draws(part) for part in model.modules()):
             torch.manual_seed(layout.seed)  # all processes now draw the same seeds, and drop by position
         if given.get("position_ids") is None and "position_ids" in names:
@@ -259,6 +260,19 @@ def _is_causal(model: nn.Module) -> bool:
 
 def _draws(part: nn.Module) -> bool:
     return (isinstance(part, nn.Dropout) and part.p > 0) or (isinstance(part, Attention) and part.is_random)
+
+
+def _check_holes(layout: Layout) -> None:
+    """Models close the gaps inside a row, which would move tokens between processes."""
+    if layout.key_mask is None:
+        return
+    real = layout.key_mask.int()
+    last = real.shape[1] - 1 - real.flip(1).argmax(1)
+    if bool((real.sum(1) > 0).logical_and(real.sum(1) != last - real.argmax(1) + 1).any()):
+        raise ValueError(
+            "attention_mask: padding inside a row is not supported where a sequence is divided among processes; "
+            "pad on the left or on the right"
+        )
 
 
 def _check_length(model: nn.Module, layout: Layout) -> None:

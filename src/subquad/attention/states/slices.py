@@ -190,7 +190,9 @@ class _Scale:
             top = x.masked_fill(~real[..., None], -torch.inf).amax(2)
             return top.masked_fill(~alive[..., None], 0), alive
         share = real.to(work) / real.sum(-1, keepdim=True).clamp(min=1)
-        share = share * self.module.pools[scale].to(work) if self.options.pool == "linear" else share
+        if self.options.pool == "linear":  # Σ_l share_l x_l W_l
+            weight = self.module.pools[scale].to(work)  # (L, E, E)
+            return ((x.to(work) * share[..., None]).flatten(2) @ weight.flatten(0, 1)).to(kind), alive
         return (share[:, :, None] @ x.to(work))[:, :, 0].to(kind), alive
 
     def _coarsest(self, news: News, project: Any, buffers: Buffers) -> tuple[Tensor, Buffers]:
