@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.kernels.merge import dropout as dropping
 from subquad.kernels.merge import cpu_walk as walk
+from subquad.kernels.merge import dropout as dropping
 from subquad.kernels.merge.rows import grid_view, plans
 from subquad.supports.parts import Grid, Part, Plan
 
