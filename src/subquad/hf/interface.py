@@ -109,7 +109,7 @@ def attend(
                 f"{mechanism.name} cannot go on from a cache of keys: pass use_cache=False, or no cache of your own"
             )
         out = mechanism(query, key, value, key_mask=attention_mask)
-    for watcher in _watchers.get():
+    for watcher in () if torch.compiler.is_compiling() else _watchers.get():  # a graph is not watched
         watcher(module, mechanism, query, key, value, attention_mask, out)
     return out.transpose(1, 2).contiguous(), None
 
