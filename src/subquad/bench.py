@@ -263,7 +263,9 @@ def _subjects_at(n: int, specs: Sequence[str], setting: Setting, tell: Callable[
 def busy(rows: Sequence[Row]) -> str | None:
     """Why the times of these rows are not to be trusted; None if they are."""
     shares = [row.other_load for row in rows if row.other_load is not None]
-    ratios = {f"{row.spec} at n = {row.n:,}": row.ratio_quartiles for row in rows if row.ratio_quartiles}
+    ratios: dict[str, Sequence[float]] = {
+        f"{row.spec} at n = {row.n:,}": row.ratio_quartiles for row in rows if row.ratio_quartiles
+    }
     return why_busy(max(shares, default=None), ratios)
 
 

@@ -210,7 +210,7 @@ class MultiheadAttention(nn.Module):
 
     def start(self, batch_size: int, **about: Any) -> State:
         """An empty state for streaming, as `Attention.start`: device, dtype, seed, rollback."""
-        like = {"device": self.out_proj.weight.device, "dtype": self.out_proj.weight.dtype}
+        like: dict[str, Any] = {"device": self.out_proj.weight.device, "dtype": self.out_proj.weight.dtype}
         return self.attention.start(batch_size, **like | {k: v for k, v in about.items() if v is not None})
 
     def extend(self, x: Tensor, state: State, *, key_mask: Tensor | None = None) -> tuple[Tensor, State]:

@@ -26,7 +26,7 @@ SHARE = 24  # and 1 / SHARE of the tokens of the call
 class Bucket(NamedTuple):
     """Sequences that share a call, each from slot 0 of a row on."""
 
-    index: Tensor  # int64 (R, m): which of all the slots stands here; behind the end of a sequence any of its row
+    index: Tensor  # type: ignore[assignment]  # int64 (R, m): which of all the slots stands here; behind the end of a sequence any of its row
     mask: Tensor | None  # bool (R, m): what is within a row; None = everything
 
     def rows(self, x: Tensor) -> Tensor:
@@ -215,6 +215,7 @@ def attend_packed(
     `tokens`: query, key and value (B, n, E); `project` gives the layer's projections for the rows of a bucket.
     """
     if want_record and len(packing.buckets) > 1 and type(mechanism).attend_observed is not Attention.attend_observed:
+        assert packing.slots is not None and packing.starts is not None
         packing = _apart(packing.slots, packing.starts, packing.shape, "all")  # a record speaks of one call
     outputs, record = [], Record()
     for bucket in packing.buckets:

@@ -92,7 +92,7 @@ class Performer(KernelAttention):
         top = top.clamp(min=LOWEST)
         top = top if before is None else top.maximum(before[..., 0])
         ends = None if call is None or call.shard is None else self._ends(top, call)
-        top = self._running(top) if ends is None else self._running_from(top, ends, call)
+        top = self._running(top) if call is None or ends is None else self._running_from(top, ends, call)
         b = other.sub_((half + top)[..., None])
         b = b.exp_() if real is None else b.masked_fill_(~real, -torch.inf).exp_()
         b = b + (epsilon if real is None else epsilon * real)

@@ -50,7 +50,7 @@ def _merge(kernel: str, kind: str, width: int, dtype: torch.dtype) -> Made:
         "ADD": False,
         "PRECISION": "tf32",
     }
-    given = {"Q": pointer, "Grad": pointer, "Lse": "*fp32", "Delta": "*fp32"}
+    given: dict[str, Any] = {"Q": pointer, "Grad": pointer, "Lse": "*fp32", "Delta": "*fp32"}
     if kernel == "forward":
         function = tiles.forward_tiles
         given = {"Q": pointer, "Out": pointer, "Lse": "*fp32", "sources": (source, source)}

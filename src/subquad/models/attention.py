@@ -198,7 +198,10 @@ class AttentionLayer(nn.Module):
         else:
             apart = [
                 mechanism.differentiable_weights(
-                    *(bucket.rows(part.transpose(1, 2)).transpose(1, 2) for part in (q, k)), bucket.mask, seed
+                    bucket.rows(q.transpose(1, 2)).transpose(1, 2),
+                    bucket.rows(k.transpose(1, 2)).transpose(1, 2),
+                    bucket.mask,
+                    seed,
                 )
                 for bucket in packing.buckets
             ]

@@ -135,7 +135,9 @@ class SubquadForCausalLM(Head, CachedGenerationMixin):
         keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and shift_labels is None:
             packing = sequences(backbone.last_hidden_state, attention_mask, position_ids, cu_seqlens)
-            if packing is not None:  # the last token of a sequence does not predict the first one of the next
+            if (
+                packing is not None and packing.slots is not None
+            ):  # the last token of a sequence does not predict the first one of the next
                 first = packing.slots[packing.starts]
                 labels = labels.flatten().index_fill(0, first.to(labels.device), IGNORED).view_as(labels)
             shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -240,6 +242,7 @@ def sequences(
 
 def pool_packed(states: Tensor, packing: Packing, how: str) -> Tensor:
     """(B, n, D) → (S, D): the first token of every sequence, or the mean of its tokens."""
+    assert packing.slots is not None and packing.starts is not None
     tokens = states.flatten(0, 1)[packing.slots]  # (T, D)
     if how == "cls":
         return tokens[packing.starts]

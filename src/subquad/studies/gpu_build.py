@@ -11,7 +11,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -208,4 +207,4 @@ def markdown(rows: list[Build]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(typer.run(gpu_build))
+    typer.run(gpu_build)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ class Pattern(Support):
 
     def sees(self, family: int | None, i: Tensor, j: Tensor) -> Tensor:
         """The definition for the positions of a causal pattern, which know of no length: is j in A_i?"""
-        seen = i == -1
+        seen: Any = i == -1
         for f in range(self.families) if family is None else (family,):
             seen = seen | self.allows(f, i, j, 0)  # type: ignore[arg-type]
         return seen & (j <= i)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from subquad.supports.kept import Kept, first_ones, recent
 from subquad.supports.partitions import Group, GroupSet, Partition
@@ -162,7 +163,8 @@ class Window(Partition):
     def _continued(self, n: int, before: int) -> Plan:
         """ "from:a" is "main" for n causal tokens that a spans stand before, the sinks among them: sources 1 and 2."""
         s, w = self.span, self.window
-        rule = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0, "past": True}
+        assert s is not None
+        rule: dict[str, Any] = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0, "past": True}
         reach = windows(0, n, w + s - 2, 0, block=-(-window_block(w) // s) * s)
         spans = range(self.sinks // s, before + n // s)
         ends = range(s * (spans.start + 1 - before) - 1, s * (spans.stop - before), s)  # counted from the first token

@@ -42,9 +42,9 @@ def state_is_a_value(case: Case) -> None:
     if not _can(case):
         return
     module, seed = make(case), torch.tensor(5)
-    mask = torch.ones(2, 40, dtype=torch.bool)
-    mask[1, :3] = False  # rows of different lengths
-    mask = mask if case.able.padding else None
+    uneven = torch.ones(2, 40, dtype=torch.bool)
+    uneven[1, :3] = False  # rows of different lengths
+    mask = uneven if case.able.padding else None
     begun, other = case.inputs(40), case.inputs(9, seed=7)
     with torch.no_grad():
         _, state = stream(case, module, begun, (21, 19), mask, seed=seed, rollback=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: list[slice], scale: float
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
     compiling = torch.compiler.is_compiling()
     if not compiling and bool(seen.all()):
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, **grouped)

@@ -88,8 +88,10 @@ def check_length(module: Attention, state: State, chunk: Chunk) -> None:
     longest = module.options.max_length
     if longest is None or torch.compiler.is_compiling():
         return
-    even = state.even is not None and chunk.real is None
-    wanted = state.even + chunk.q.shape[2] if even else int((state.length + chunk.added).max())
+    if state.even is not None and chunk.real is None:
+        wanted = state.even + chunk.q.shape[2]
+    else:
+        wanted = int((state.length + chunk.added).max())
     if wanted > longest:
         raise ValueError(
             f"{module.name}: the state has {int(state.length.max())} positions, {chunk.q.shape[2]} more are beyond "
@@ -100,7 +102,7 @@ def check_length(module: Attention, state: State, chunk: Chunk) -> None:
 # ---- rows ---------------------------------------------------------------------------------------------------
 
 
-def arranged(state: State, tokens: tuple[Tensor, ...], key_mask: Tensor | None) -> tuple[Chunk, Tensor | None]:
+def arranged(state: State, tokens: tuple[Any, ...], key_mask: Tensor | None) -> tuple[Chunk, Tensor | None]:
     """The new tokens as a chunk, rows that begin with padding moved to their first real token, and by how much, (B,).
 
     `tokens` are q, k, v (B, H, t, d). None where nothing moves.
@@ -109,12 +111,12 @@ def arranged(state: State, tokens: tuple[Tensor, ...], key_mask: Tensor | None) 
     place = torch.arange(t, device=state.device)
     position = state.length[:, None] + place if t > 1 else state.length[:, None]  # (B, t)
     if key_mask is None or (not torch.compiler.is_compiling() and bool(key_mask.all())):
-        return Chunk(*tokens, position, None, None, torch.full_like(state.length[:1], t)), None
+        return Chunk(*tokens, position, None, None, torch.full_like(state.length[:1], t)), None  # type: ignore[call-arg]
     first = torch.where(key_mask, place, t).amin(1)  # (B,): padded slots before the first real one
     shift = torch.where(state.length == 0, first, 0)
     tokens = tuple(cleaned(x, key_mask, keep_finite=not i) for i, x in enumerate(tokens))
     if not torch.compiler.is_compiling() and not bool(shift.any()):
-        return Chunk(*tokens, position, key_mask, None, torch.full_like(state.length[:1], t)), None
+        return Chunk(*tokens, position, key_mask, None, torch.full_like(state.length[:1], t)), None  # type: ignore[call-arg]
     from_slot = (place + shift[:, None]) % t  # (B, t)
     q, k, v = (_taken(x, from_slot) for x in tokens)
     return Chunk(q, k, v, position, key_mask.gather(1, from_slot), place < t - shift[:, None], t - shift), shift

@@ -37,6 +37,7 @@ class Graphs(Replay):
         slot = chunk.position if chunk.here is None else torch.where(chunk.here, chunk.position, n)
         rows = write(rows, slot, w)[:, :, :n]
         rules = module.rules(module.training, LISTED)
+        assert state.seed is not None
         drawn = sample(rows, buffers["z"][:, :, :n], state.seed, None if bool(real.all()) else real, rules)
         return self._attend(module, q, buffers, drawn, chunk.position.clamp(max=n - 1)).to(chunk.q.dtype), buffers
 

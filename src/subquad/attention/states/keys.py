@@ -157,6 +157,7 @@ class Keys(Memory):
         """As one call does it for a sequence of what is kept and still seen, and the new tokens."""
         assert self.begin is not None
         begin = self.begin(length)
+        assert begin is not None
         slots = [torch.arange(0)]
         for one, start in zip(self.kept, self.offsets, strict=True):
             entries = range(begin, length) if one.ring else range(min(one.size, length))

@@ -28,7 +28,7 @@ class Summary(NamedTuple):
     query: Tensor  # (B, H, c, d)
     key: Tensor
     value: Tensor
-    count: Tensor  # int64 (B, c): real tokens
+    count: Tensor  # type: ignore[assignment]  # int64 (B, c): real tokens
 
 
 class Summaries(Keys):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,8 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
             q_, out_, lse_ = group.queries
             for part in plan.parts:
                 x = grid_view(q_, part.queries)  # (G, A, L, d)
-                o, here = _attend(x, *_views(group, part, plan, q.dtype), part, scale)
+                views: tuple[Any, ...] = _views(group, part, plan, q.dtype)
+                o, here = _attend(x, *views, part, scale)  # type: ignore[call-arg]
                 total, base = grid_view(out_, part.queries), grid_view(lse_, part.queries)[..., 0]
                 _absorb(total, base, o.to(work), here.to(work), part.fresh)
             group.write_back()

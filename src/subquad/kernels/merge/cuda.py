@@ -25,8 +25,8 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
     room, about = _room(q, dropout), (valid, lengths, seed, support, which, n, scale, dropout)
     if room is reference:
         work = torch.promote_types(q.dtype, torch.float32)
-        many = [[x.to(work) for x in group] for group in (keys, values)]
-        found = reference.backward(grad.to(work), q.to(work), *many, out.to(work), lse, *about)
+        many = ([x.to(work) for x in keys], [x.to(work) for x in values])
+        found = reference.backward(grad.to(work), q.to(work), many[0], many[1], out.to(work), lse, *about)
         return [g.to(x.dtype) for g, x in zip(found, (q, *keys, *values), strict=True)]
     return room.backward(grad, q, keys, values, out, lse, *about)
 

@@ -244,5 +244,6 @@ def _on_device(made: list[dict[int, _Made]], sources: int, device: torch.device)
             spans.append(kinds[id(mine)])
         arrays = (np.array(spans, np.int32), *map(np.concatenate, (tiles, starts, rectangles)))
         largest = max(count for _, count in spans)
-        found.append(Tables(*(torch.from_numpy(x).to(device, non_blocking=True) for x in arrays), largest))
+        tables: list[Any] = [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
+        found.append(Tables(*tables, largest))  # type: ignore[call-arg]
     return found

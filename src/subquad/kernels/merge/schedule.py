@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -98,7 +98,7 @@ FIELDS = len(Rectangle._fields)
 class Tile(NamedTuple):
     start: int
     unit: int
-    count: int
+    count: int  # type: ignore[assignment]  # a field, not tuple.count
 
     @property
     def last(self) -> int:
@@ -240,9 +240,9 @@ class _Group(NamedTuple):
         part, where = self.part, self.part.placed
         drawn = bool(part.draws)
         limits = (part.lo, part.hi, part.xlo, part.xhi) if not drawn else (-FAR, FAR, 1, 0)
-        return Rectangle(
-            *self.q,
-            *self.k,
+        grids: tuple[Any, ...] = (*self.q, *self.k)
+        return Rectangle(  # type: ignore[call-arg]
+            *grids,
             int(full),
             self.shift,
             self.per,
