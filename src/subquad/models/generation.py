@@ -67,8 +67,8 @@ class CachedGenerationMixin(GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        again = past_key_values is None and inputs_embeds is not None and not is_first_iteration
-        if again and not self.config.is_encoder_decoder:  # without a cache the embedded prompt is read at every step
+        again = past_key_values is None and not is_first_iteration and not self.config.is_encoder_decoder
+        if again and inputs_embeds is not None:  # without a cache the embedded prompt is read at every step
             new = kwargs["position_ids"].shape[1] - inputs_embeds.shape[1]  # tokens after the prompt
             embedded = self.get_input_embeddings()(input_ids[:, -new:])
             inputs_embeds, is_first_iteration = torch.cat([inputs_embeds, embedded.to(inputs_embeds)], 1), True
