@@ -26,12 +26,12 @@ SHARE = 24  # and 1 / SHARE of the tokens of the call
 class Bucket(NamedTuple):
     """Sequences that share a call, each from slot 0 of a row on."""
 
-    index: Tensor  # type: ignore[assignment]  # int64 (R, m): which of all the slots stands here; behind the end of a sequence any of its row
+    slots: Tensor  # int64 (R, m): which of all the slots stands here; behind the end of a sequence any of its row
     mask: Tensor | None  # bool (R, m): what is within a row; None = everything
 
     def rows(self, x: Tensor) -> Tensor:
         """(B, n, …) → (R, m, …)."""
-        return x.flatten(0, 1).index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+        return x.flatten(0, 1).index_select(0, self.slots.flatten()).unflatten(0, self.slots.shape)
 
 
 class Packing(NamedTuple):
@@ -44,8 +44,22 @@ class Packing(NamedTuple):
     starts: Tensor | None = None  # int64 (S,): which of them a sequence begins with
 
     @property
+    def first_slots(self) -> Tensor:
+        """The slot that each sequence begins with, (S,)."""
+        if self.slots is None or self.starts is None:
+            raise ValueError("rows with gaps are no packed batch: each is one sequence")
+        return self.slots[self.starts]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence, (S,)."""
+        if self.slots is None or self.starts is None:
+            raise ValueError("rows with gaps are no packed batch: each is one sequence")
+        return torch.cat([self.starts, self.starts.new_tensor([len(self.slots)])]).diff()
+
+    @property
     def longest(self) -> int:
-        return max(bucket.index.shape[1] for bucket in self.buckets)
+        return max(bucket.slots.shape[1] for bucket in self.buckets)
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
         """What the buckets give, (R, m, D) each, in the order of the slots: (B, n, D); 0 where a slot has no place."""
@@ -214,8 +228,8 @@ def attend_packed(
 
     `tokens`: query, key and value (B, n, E); `project` gives the layer's projections for the rows of a bucket.
     """
-    if want_record and len(packing.buckets) > 1 and type(mechanism).attend_observed is not Attention.attend_observed:
-        assert packing.slots is not None and packing.starts is not None
+    tells = want_record and type(mechanism).attend_observed is not Attention.attend_observed
+    if tells and packing.slots is not None and packing.starts is not None:
         packing = _apart(packing.slots, packing.starts, packing.shape, "all")  # a record speaks of one call
     outputs, record = [], Record()
     for bucket in packing.buckets:

@@ -151,7 +151,7 @@ class AttentionLayer(nn.Module):
             (bucket,) = packing.buckets
             rows = (bucket.rows(x), project.of_rows(bucket, len(x)), bucket.mask)
             y = state.extend(self.attention, *rows, drawn)
-            if bucket.index.shape[1] < x.shape[1]:
+            if bucket.slots.shape[1] < x.shape[1]:
                 state.skip(key_mask)
             return self.out_proj(packing.join([y]))
 
@@ -196,15 +196,10 @@ class AttentionLayer(nn.Module):
         if packing is None:
             weights = mechanism.differentiable_weights(q, k, key_mask, seed)  # (B, H, n, m)
         else:
-            apart = [
-                mechanism.differentiable_weights(
-                    bucket.rows(q.transpose(1, 2)).transpose(1, 2),
-                    bucket.rows(k.transpose(1, 2)).transpose(1, 2),
-                    bucket.mask,
-                    seed,
-                )
-                for bucket in packing.buckets
-            ]
+            apart = []
+            for bucket in packing.buckets:
+                own_q, own_k = (bucket.rows(part.transpose(1, 2)).transpose(1, 2) for part in (q, k))
+                apart.append(mechanism.differentiable_weights(own_q, own_k, bucket.mask, seed))
             weights = packing.join_weights(apart)
         dropped = F.dropout(weights, mechanism.options.dropout, training=self.training)
         y = dropped.to(v.dtype) @ repeat_heads(v, q.shape[1])

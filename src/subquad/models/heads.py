@@ -135,10 +135,8 @@ class SubquadForCausalLM(Head, CachedGenerationMixin):
         keep_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and shift_labels is None:
             packing = sequences(backbone.last_hidden_state, attention_mask, position_ids, cu_seqlens)
-            if (
-                packing is not None and packing.slots is not None
-            ):  # the last token of a sequence does not predict the first one of the next
-                first = packing.slots[packing.starts]
+            if packing is not None:  # the last token of a sequence does not predict the first one of the next
+                first = packing.first_slots
                 labels = labels.flatten().index_fill(0, first.to(labels.device), IGNORED).view_as(labels)
             shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if shift_labels is not None and not keep_all:
@@ -242,12 +240,9 @@ def sequences(
 
 def pool_packed(states: Tensor, packing: Packing, how: str) -> Tensor:
     """(B, n, D) → (S, D): the first token of every sequence, or the mean of its tokens."""
-    assert packing.slots is not None and packing.starts is not None
-    tokens = states.flatten(0, 1)[packing.slots]  # (T, D)
     if how == "cls":
-        return tokens[packing.starts]
-    ends = torch.cat([packing.starts[1:], packing.starts.new_tensor([len(tokens)])])
-    lengths = ends - packing.starts  # (S,)
+        return states.flatten(0, 1)[packing.first_slots]
+    tokens, lengths = states.flatten(0, 1)[packing.slots], packing.lengths  # (T, D), (S,)
     own = torch.arange(len(lengths), device=states.device).repeat_interleave(lengths)  # (T,)
     return states.new_zeros(len(lengths), states.shape[-1]).index_add(0, own, tokens) / lengths[:, None]
 

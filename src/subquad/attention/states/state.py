@@ -169,6 +169,7 @@ def write(buffer: Tensor, slot: Tensor, new: Tensor) -> Tensor:
 
     In place where no gradient is asked for; a graph needs what was there before.
     """
+    new = new.to(buffer.dtype)  # autocast computes in a dtype of its own
     if buffer.dim() == 4:
         slot = slot[:, None, :, None].expand(new.shape)
     new = new.to(buffer.dtype)  # autocast chooses a dtype of its own for products
