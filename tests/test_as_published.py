@@ -32,7 +32,7 @@ def test_one_feed_forward_layer_behind_all_attention_layers():
         expected = x + block.attention(block.norms[0](x))[0]
         torch.testing.assert_close(block(x, None, None)[0], expected)
     assert task("copying", "paper").config()["mlp"] == task("copying-causal", "small").config()["mlp"] == "last"
-    pair = HEADS["seq2seq"](config(mlp="last", num_hidden_layers=2))
+    pair = HEADS["seq2seq"](config(mlp="last", num_hidden_layers=2, decoder_start_token_id=1, pad_token_id=0))
     assert pair(input_ids=torch.ones(1, 4).long(), labels=torch.ones(1, 3).long()).loss.isfinite()
 
 
