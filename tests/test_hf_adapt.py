@@ -255,7 +255,7 @@ def test_measured_beside_the_original(converted):
 def write_gguf(path):
     """A file of one small Llama layer with random weights and a tokenizer of bytes."""
     gguf = pytest.importorskip("gguf")
-    width, inner, vocabulary = 32, 48, 258
+    width, inner, vocabulary = 32, 48, 259
     file = gguf.GGUFWriter(str(path), "llama")
     file.add_block_count(1)
     file.add_context_length(128)
@@ -266,8 +266,8 @@ def write_gguf(path):
     file.add_layer_norm_rms_eps(1e-5)
     file.add_vocab_size(vocabulary)
     file.add_tokenizer_model("gpt2")
-    file.add_token_list(["<s>", "</s>", *sorted(bytes_to_unicode().values())])
-    file.add_token_types([3, 3] + [1] * 256)
+    file.add_token_list(["<s>", "</s>", *sorted(bytes_to_unicode().values()), "ab"])
+    file.add_token_types([3, 3] + [1] * 257)
     file.add_token_merges(["a b"])
     file.add_bos_token_id(0)
     file.add_eos_token_id(1)
