@@ -38,7 +38,7 @@ class CombinerFixed(Combiner):
     @dataclass(frozen=True, kw_only=True)
     class Options(CombinerOptions):
         span: int | None = option(None, "tokens of a span; None = ≈ √max_length, or ≈ √n without max_length", ge=1)
-        abstraction: AnyKind = option("max", "how a group is summarised")
+        abstraction: AnyKind = option("max", "how a group is summarised")  # type: ignore[assignment]  # two more
         sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
 
     @property
@@ -73,7 +73,7 @@ class CombinerWindow(Combiner):
     @dataclass(frozen=True, kw_only=True)
     class Options(CombinerOptions):
         span: int | None = option(None, "tokens of a span; None = ≈ √max_length, or ≈ √n without max_length", ge=1)
-        abstraction: AnyKind = option("max", "how a group is summarised")
+        abstraction: AnyKind = option("max", "how a group is summarised")  # type: ignore[assignment]  # two more
         sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
         window: int = option(256, "a query sees at least this many tokens directly, itself included", ge=1)
         sinks: int = option(4, "that many first tokens are direct for everyone", ge=0)

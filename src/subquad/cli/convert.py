@@ -80,7 +80,7 @@ def perplexity(
 
     found, tokenizer = _load_converted(model, attention)
     ids = texts.window(texts.read(text), tokenizer, max(lengths), start)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for length, full, own in compare(found, ids, lengths):
         for name, one in (("original", full), ("converted", own)):
             rows.append({"n": length, "attention": name, "loss": one.loss(), "second half": one.loss(length // 2)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -40,6 +42,7 @@ def add_updates(layer: nn.Module, rank: int) -> list[nn.Parameter]:
 
 def merge_updates(model: nn.Module) -> None:
     """Add every update to its weight: what is left is a plain model."""
+    part: Any
     for part in list(model.modules()):
         if parametrize.is_parametrized(part, "weight") and isinstance(part.parametrizations.weight[0], LowRank):
             parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
