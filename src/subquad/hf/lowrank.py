@@ -42,6 +42,7 @@ def add_updates(layer: nn.Module, rank: int) -> list[nn.Parameter]:
 
 def merge_updates(model: nn.Module) -> None:
     """Add every update to its weight: what is left is a plain model."""
+    part: Any
     for part in list(model.modules()):
         added: Any = part.parametrizations if parametrize.is_parametrized(part, "weight") else None
         if added is not None and isinstance(added.weight[0], LowRank):
