@@ -157,6 +157,8 @@ def _interrupting(step: int):
 
 def test_other_threads_and_versions_are_named(run, expected, capfd):
     """The order of sums follows them: the last digits may differ, but not in silence."""
+    torch.set_num_threads(1)
+    log.warn.cache_clear()  # a message is said once
     assert json.loads((run / "run.json").read_text())["threads"] == 1
     (run / "result.json").unlink()
     assert resumed(run) == expected and "last digits" not in capfd.readouterr().err
@@ -319,6 +321,7 @@ def test_rotation_counts_steps_not_file_times(tmp_path):
 
 
 def test_another_number_of_processes_is_named(run, capsys):
+    log.warn.cache_clear()  # a message is said once
     newest, older = checkpoints.all_checkpoints(run)
     shutil.rmtree(newest)
     (run / "result.json").unlink()
