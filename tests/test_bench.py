@@ -198,3 +198,20 @@ def test_results_survive_a_kill(tmp_path):
         run.send_signal(signal.SIGKILL)
         run.wait()
     assert [row["spec"] for row in json.loads(kept.read_text())["rows"]] == ["full", "fixed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--decode --dtype float16", "--decode measures on the CPU in float32"),
+        ("--processes 1,2 --device cuda", "--processes measures on the CPU in float32"),
+        ("--decode --processes 1,2", "choose one"),
+    ],
+)
+def test_what_a_measurement_would_ignore_is_refused(words, said):
+    from typer.testing import CliRunner
+
+    from subquad.cli import app
+
+    result = CliRunner().invoke(app, ["bench", "full", *words.split()])
+    assert result.exit_code == 2 and said in " ".join(result.output.split())

@@ -100,6 +100,11 @@ def bench(
     """
     if count_only and processes is None:
         raise typer.BadParameter("--count-only needs --processes")
+    special = [name for name, on in (("--decode", decode), ("--peers", peers), ("--processes", processes)) if on]
+    if special and (device, dtype) != ("cpu", "float32"):
+        raise typer.BadParameter(f"{special[0]} measures on the CPU in float32: leave --device and --dtype out")
+    if len(special) > 1:
+        raise typer.BadParameter(f"{special[0]} and {special[1]} are measurements of their own: choose one")
     for path in (json, png):
         _check_writable(path)
     if peers:
