@@ -54,7 +54,7 @@ check: $(READY)
 
 # Tutorials are run, warnings are errors, every link is checked.
 docs: $(READY)
-	$(BIN)/python tools/docsite out/docs
+	PYTHONPATH=tools $(BIN)/python -m docsite out/docs
 
 format: $(READY)
 	$(BIN)/ruff format src tests tools

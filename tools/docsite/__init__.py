@@ -1,1 +1,1 @@
-"""The documentation site: `make docs` runs `python tools/docsite OUT`. See `build`."""
+"""The documentation site: `make docs` runs `python -m docsite OUT`. See `build`."""

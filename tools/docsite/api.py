@@ -27,8 +27,8 @@ def index() -> str:
     lines = "\n".join(f"| [`{name}`]({name}.md) | {escaped(first_line(import_module(name)))} |" for name in MODULES)
     toctree = "\n".join(MODULES)
     about = (
-        "Every public name with its signature and its shapes. B is the batch, H the number of heads, n and m the lengths of "
-        "queries and keys, d the width of a head, E that of a token."
+        "Every public name with its signature and its shapes. B is the batch, H the number of heads, n and m the "
+        "lengths of queries and keys, d the width of a head, E that of a token."
     )
     body = f"| module | what it is |\n| --- | --- |\n{lines}"
     return f"# API reference\n\n{about}\n\n{body}\n\n```{{toctree}}\n:hidden:\n\n{toctree}\n```\n"

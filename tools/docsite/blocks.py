@@ -6,7 +6,7 @@ Comments that nobody sees in the rendered page say what a block needs:
     <!-- in small: 8192=256 -->    the next block is run with these numbers in place of its own
     <!-- not run: REASON -->       the next block is not run
     <!-- saved as: NAME -->        the next block is a file, which later blocks import or start
-    <!-- run -->                   the next block is for the shell, and is run too; others only have their commands parsed
+    <!-- run -->                   the next block is for the shell, and is run; in others commands are only parsed
 
 A Python block prints what it prints, and the value of its last line where that is an expression, as a notebook does.
 """

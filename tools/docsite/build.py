@@ -1,6 +1,6 @@
 """Build the site: gather the pages, make those that are made, run the tutorials, call Sphinx, check every link.
 
-    python tools/docsite OUT
+    PYTHONPATH=tools python -m docsite OUT
 
 OUT/site is the site: it opens from the file system and is published by copying the folder. OUT/source is what Sphinx
 reads: the pages of docs/ as they are, the tutorials with what they print, and the pages that are made from the code.

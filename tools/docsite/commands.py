@@ -26,7 +26,7 @@ def commands(text: str) -> Iterator[list[str]]:
         )
         for piece in pieces:
             own = shlex.split(piece)
-            if own and (own[0] == "subquad" or own[0] == "torchrun" and "subquad" in own):
+            if own and (own[0] == "subquad" or (own[0] == "torchrun" and "subquad" in own)):
                 yield own[own.index("subquad") + 1 :]
 
 

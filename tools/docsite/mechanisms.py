@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from docsite.prose import escaped, has_formula, markdown, table
 from subquad.attention.base import Attention
 from subquad.attention.registry import available, for_length, mechanism
 from subquad.core.options import Options, fields, split_spec
@@ -18,12 +18,10 @@ from subquad.reproductions import PAPERS, pages
 from subquad.studies.tables import break_even
 from subquad.theory import check
 
-from docsite.prose import escaped, has_formula, markdown, table
-
 SIZE = 64  # tokens of a picture: `gallery` options are chosen for it
 THEORY = 256  # tokens of a verdict
-LENGTHS = (1024, 8192, 65536)  # at which connections are counted
-MOST = 4  # heads drawn, where heads differ
+LENGTHS = (1024, 4096, 65536)  # at which connections are counted
+MOST = 2  # heads drawn, where heads differ
 WAYS = ("bidirectional", "causal")
 ABLE = {
     "bidirectional": "every token may see later ones",
@@ -73,13 +71,20 @@ def page(name: str, pictures: dict[str, str], results: Path, *, size: int, theor
 
 
 def explanation(cls: type[Attention]) -> str:
-    """Its docstring; where that has no formula, also the first one that has among the modules it is made of."""
-    own = cls.__doc__ or ""
+    """Its docstring, where that has no formula its module's, and what it is built on: another mechanism is linked, a
+    family without a page of its own is explained here.
+    """
+    own, shared = cls.__doc__ or "", []
     texts = [] if "see the module docstring" in own else [own]
     if not any(has_formula(text) for text in texts):
-        modules = dict.fromkeys(base.__module__ for base in cls.__mro__ if issubclass(base, Attention))
-        docs = [inspect.cleandoc(sys.modules[name].__doc__ or "") for name in modules]
-        texts += [doc for doc in docs if has_formula(doc) and doc not in texts][:1]
+        texts.append(sys.modules[cls.__module__].__doc__ or "")
+    pages = {mechanism(name): name for name in available()}
+    for base in cls.__mro__[1 : cls.__mro__.index(Attention)]:
+        if base in pages:
+            texts.append(f"It is built on `{pages[base]}`.")
+            break
+        shared.append(sys.modules[base.__module__].__doc__ or "")
+    texts += [doc for doc in dict.fromkeys(shared) if has_formula(doc) and doc not in texts]
     return "\n\n".join(markdown(text) for text in texts)
 
 
@@ -277,9 +282,9 @@ def gallery(shown: dict[str, dict[str, str]]) -> str:
         families.setdefault(mechanism(name).family, []).append(name)
     parts = [
         "# Gallery",
-        "Who attends to whom in every mechanism, at 64 tokens. Rows are queries, columns are keys; blue is attended directly, "
-        "orange through a summary, grey not at all. Choose a picture to see the formula, the options, the cost and what "
-        "was measured.",
+        "Who attends to whom in every mechanism, at 64 tokens. Rows are queries, columns are keys; blue is attended "
+        "directly, orange through a summary, grey not at all. Choose a picture to see the formula, the options, the "
+        "cost and what was measured.",
     ]
     for family, names in families.items():
         parts.append(f"## {family.capitalize()}\n\n{thumbnails(names, shown)}")

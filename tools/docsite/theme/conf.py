@@ -14,7 +14,7 @@ source_suffix = {".md": "markdown"}
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 maximum_signature_line_length = 88
-add_module_names = False
+add_module_names = smartquotes = False
 toc_object_entries = False
 highlight_language = "text"  # blocks without a language are for the shell, or show what it prints
 pygments_style, pygments_dark_style = "friendly", "github-dark-high-contrast"
