@@ -95,8 +95,8 @@ def test_marks_of_a_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     assert [printed for _, printed in blocks.run_page(page, tmp_path)] == ["", "6\n4\n", "", "", "saved\n"]
-    shown = blocks.with_output(page, tmp_path)
-    assert "x + 1\n```\n\n```{code-block} text\n:class: output\n\n6\n4\n```" in shown
+    shown = blocks.with_output(page, tmp_path)  # on the site, at full size
+    assert "x + 1\n```\n\n```{code-block} text\n:class: output\n\n24576\n4\n```" in shown
 
 
 def test_a_block_that_fails_names_its_line(tmp_path):

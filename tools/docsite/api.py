@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from importlib import import_module
@@ -24,7 +25,7 @@ def page(name: str) -> str:
 
 
 def index() -> str:
-    lines = "\n".join(f"| [`{name}`]({name}.md) | {escaped(first_line(import_module(name)))} |" for name in MODULES)
+    lines = "\n".join(f"| [`{name}`]({name}.md) | {escaped(first_sentence(import_module(name)))} |" for name in MODULES)
     toctree = "\n".join(MODULES)
     about = (
         "Every public name with its signature and its shapes. B is the batch, H the number of heads, n and m the "
@@ -34,8 +35,8 @@ def index() -> str:
     return f"# API reference\n\n{about}\n\n{body}\n\n```{{toctree}}\n:hidden:\n\n{toctree}\n```\n"
 
 
-def first_line(thing: Any) -> str:
-    return (inspect.getdoc(thing) or "").split("\n")[0]
+def first_sentence(thing: Any) -> str:
+    return re.split(r"(?<=[.]) ", " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()))[0]
 
 
 def entry(module: str, name: str, thing: Any) -> str:
@@ -142,8 +143,11 @@ def _default(value: ast.expr | None) -> tuple[str, str]:
 
 
 def methods(cls: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that are written in this library and explained, in the order of the source."""
+    """Public methods that are written in this library and explained, in the order of the source. What only fulfils a
+    contract of transformers is left out.
+    """
     seen: set[str] = set()
+    others = {name for base in cls.__mro__ if not base.__module__.startswith("subquad") for name in vars(base)}
     for base in cls.__mro__:
         if not base.__module__.startswith("subquad"):
             continue
@@ -152,11 +156,11 @@ def methods(cls: type) -> Iterator[tuple[str, Any]]:
             if name.startswith("_") or name in seen or not inspect.isfunction(function) or not function.__doc__:
                 continue
             seen.add(name)
-            if not isinstance(member, property):
+            if not isinstance(member, property) and (name == "forward" or name not in others):
                 yield name, function
 
 
 def mapping(thing: dict[str, Any]) -> str:
     """A table of a dictionary: what each entry is."""
-    rows = [(f"`{key}`", escaped(first_line(value)) or f"`{value.__name__}`") for key, value in thing.items()]
+    rows = [(f"`{key}`", escaped(first_sentence(value)) or f"`{value.__name__}`") for key, value in thing.items()]
     return table(("name", "what it is"), rows)

@@ -3,7 +3,7 @@
 Comments that nobody sees in the rendered page say what a block needs:
 
     <!-- hidden: CODE -->          Python to run at this place, such as a model that the page takes for granted
-    <!-- in small: 8192=256 -->    the next block is run with these numbers in place of its own
+    <!-- in small: 8192=256 -->    in the tests the next block is run with these numbers in place of its own
     <!-- not run: REASON -->       the next block is not run
     <!-- saved as: NAME -->        the next block is a file, which later blocks import or start
     <!-- run -->                   the next block is for the shell, and is run; in others commands are only parsed
@@ -40,11 +40,11 @@ class Block(NamedTuple):
     last: int  # the line of its closing fence
     marks: dict[str, str]
 
-    @property
-    def program(self) -> str:
-        """What is run: the text, with smaller numbers where a mark gives them."""
+    def in_small(self) -> Block:
+        """With smaller numbers, where a mark gives them."""
         smaller = dict(change.split("=") for change in self.marks.get("in_small", "").split(", ") if change)
-        return re.sub(r"\b\d+\b", lambda number: smaller.get(number[0], number[0]), self.text)
+        text = re.sub(r"\b\d+\b", lambda number: smaller.get(number[0], number[0]), self.text)
+        return self._replace(text=text)
 
     @property
     def is_shell(self) -> bool:
@@ -80,13 +80,13 @@ def blocks(text: str) -> Iterator[Block]:
 # ---- running ------------------------------------------------------------------------------------------------
 
 
-def run_page(path: Path, folder: Path) -> list[tuple[Block, str]]:
-    """Run the blocks of a page in the empty folder `folder`: each with what it printed. Registered mechanisms and tasks
-    are taken out again, and imported files forgotten.
+def run_page(path: Path, folder: Path, *, small: bool = True) -> list[tuple[Block, str]]:
+    """Run the blocks of a page in the empty folder `folder`, in small where a mark says how: each with what it printed.
+    Registered mechanisms and tasks are taken out again, and imported files forgotten.
     """
     page, text = types.ModuleType("page"), path.read_text(encoding="utf-8")
     with _as_found(folder), _known(page):
-        return [(block, _run(block, path, page)) for block in blocks(text)]
+        return [(block, _run(block.in_small() if small else block, path, page)) for block in blocks(text)]
 
 
 def _run(block: Block, path: Path, page: types.ModuleType) -> str:
@@ -105,7 +105,7 @@ def _run(block: Block, path: Path, page: types.ModuleType) -> str:
 
 def run_python(block: Block, path: Path, names: dict[str, Any]) -> str:
     """What the block prints, and the value of its last expression. Tracebacks name the lines of the page."""
-    tree = ast.parse("\n" * (block.first - 1) + block.program, str(path))
+    tree = ast.parse("\n" * (block.first - 1) + block.text, str(path))
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -172,7 +172,7 @@ def _known(page: types.ModuleType) -> Iterator[None]:
 def with_output(path: Path, folder: Path) -> str:
     """The text of the page, and below every block what it printed."""
     lines = path.read_text(encoding="utf-8").split("\n")
-    for block, printed in reversed(run_page(path, folder)):
+    for block, printed in reversed(run_page(path, folder, small=False)):
         if printed.strip():
             lines[block.last : block.last] = ["", "```{code-block} text", ":class: output", "", printed.rstrip(), "```"]
     return "\n".join(lines)

@@ -157,8 +157,9 @@ def _option(field: Any) -> list[str]:
 
 def capabilities(cls: type[Attention]) -> str:
     rows = [(word.replace("_", " "), "✓" if getattr(cls.capabilities, word) else "–", ABLE[word]) for word in ABLE]
-    level = "on q, k, v" if cls.capabilities.level == "head" else "on tokens, inside a layer"
-    rows.append(("works", level, "`subquad.attention`" if level == "on q, k, v" else "`subquad.MultiheadAttention`"))
+    on_heads = cls.capabilities.level == "head"
+    made_by = "`subquad.attention`" if on_heads else "`subquad.MultiheadAttention`, which has the projections it needs"
+    rows.append(("works on", "q, k, v" if on_heads else "tokens", made_by))
     divided = "✓" if cls.boundary else "–"
     rows.append(("several processes", divided, escaped(cls.boundary) or "a sequence cannot be divided"))
     text = table(("", "", "what it means"), rows)
@@ -207,12 +208,22 @@ def measured(name: str, results: Path) -> str:
         rows = _speed_rows(chosen)
         if rows:
             parts.append(f"Times faster than full attention, {way}:\n\n" + rows)
-            even = break_even([row for row in own if row["backward"]], way == "causal")
-            parts += [f"Forward and backward together break even with full attention at {even} tokens."] if even else []
+            parts += pays(break_even([row for row in own if row["backward"]], way == "causal"))
     parts += list(_peers(name, results))
     if not parts:
         return "No figure of a quiet machine has been committed yet. `subquad bench` measures on yours."
     return "\n\n".join([*parts, "How it was measured: [speed and memory](../performance.md)."])
+
+
+def pays(even: str) -> list[str]:
+    """From which length on it is worth while, in words."""
+    if not even:
+        return []
+    if even.startswith("<"):
+        return ["Forward and backward together are faster than full attention at every length measured."]
+    if even.startswith(">"):
+        return ["Forward and backward together are slower than full attention up to the longest length measured."]
+    return [f"Forward and backward together are faster than full attention from about {even} tokens on."]
 
 
 def _speed_rows(rows: list[dict[str, Any]]) -> str:
@@ -244,7 +255,8 @@ def verdicts(cls: type[Attention], n: int) -> str:
     for way in directions(cls):
         verdict = check(cls.name, n, causal=way == "causal")
         said = "refuted" if verdict.refuted else words[verdict.universal]
-        reasons = "\n".join(f"- {escaped(reason)}" for reason in verdict.reasons)
+        marks = {True: "  - ", False: "- "}  # reasons of a reason are indented
+        reasons = "\n".join(f"{marks[each.startswith('  ')]}{escaped(each.strip())}" for each in verdict.reasons)
         parts.append(f"**{way.capitalize()}, n = {n}, default options: {said}.**\n\n{reasons}")
     return "\n\n".join([*parts, "What the conditions mean: [theory](../theory.md)."])
 

@@ -59,9 +59,11 @@ def _is_python(paragraph: str) -> bool:
 
 
 def escaped(text: str) -> str:
-    """Text whose only markup is `code`."""
+    """Text whose only markup is `code`. A page of docs/ becomes a link, from a page one folder below it."""
+    text = re.sub(r"`(docs/[\w-]+\.md)`", r"\1", text)
     pieces = re.split(r"(`[^`]+`)", text)
-    return "".join(piece if piece.startswith("`") else SPECIAL.sub(r"\\\1", piece) for piece in pieces)
+    plain = "".join(piece if piece.startswith("`") else SPECIAL.sub(r"\\\1", piece) for piece in pieces)
+    return re.sub(r"\bdocs/([\w-]+)\.md", r"[\1](../\1.md)", plain)
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> str:
