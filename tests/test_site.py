@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import subquad
-from docsite import api, links, mechanisms, navigation, prose
+from docsite import api, build, links, mechanisms, navigation, prose
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -99,12 +99,15 @@ def test_broken_links_are_found(tmp_path):
     assert all(problem in line for problem, line in zip(wrong.values(), found, strict=True))
 
 
+def test_links_to_pages_of_the_root_follow_them():
+    assert build.moved("[a](../../CONTRIBUTING.md#rules)") == "[a](../contributing.md#rules)"
+    assert build.moved("[a](../CHANGELOG.md), [b](../combiner.md)") == "[a](changelog.md), [b](../combiner.md)"
+
+
 @pytest.mark.slow
 def test_the_site_builds(tmp_path):
     pytest.importorskip("furo")
-    from docsite.build import build
-
-    site = build(tmp_path)
+    site = build.build(tmp_path)
     assert (site / "index.html").exists() and (site / "searchindex.js").exists()
     assert all((site / "mechanisms" / f"{name}.html").exists() for name in subquad.available())
     assert 'class="output' in (site / "tutorials" / "swap.html").read_text()

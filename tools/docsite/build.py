@@ -63,16 +63,18 @@ def gather(source: Path) -> None:
         text = (ROOT / name).read_text(encoding="utf-8")
         (source / name.lower()).write_text(re.sub(r"\]\(docs/", "](", text), encoding="utf-8")
     for path in source.rglob("*.md"):
-        text = path.read_text(encoding="utf-8")
-        moved = re.sub(
-            r"\]\(((?:\.\./)*)\.\./(CONTRIBUTING|CHANGELOG)\.md", lambda m: f"]({m[1]}{m[2].lower()}.md", text
-        )
-        path.write_text(moved, encoding="utf-8")
+        path.write_text(moved(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def moved(text: str) -> str:
+    """Links from docs/ to a page of the root lead to its place in the site."""
+    root = r"\]\(((?:\.\./)*)\.\./(CONTRIBUTING|CHANGELOG)\.md"
+    return re.sub(root, lambda found: f"]({found[1]}{found[2].lower()}.md", text)
 
 
 def run_tutorial(path: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        target.write_text(with_output(path, Path(folder)), encoding="utf-8")
+        target.write_text(moved(with_output(path, Path(folder))), encoding="utf-8")
 
 
 def write_reference(folder: Path) -> None:
