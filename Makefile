@@ -4,6 +4,7 @@
 # make test-all  the tests, the slow ones too, with random inputs in plenty and fresh seeds
 # make test-oldest  the tests, with the oldest version of every dependency that pyproject.toml allows
 # make check     formatting, lint, types, layers
+# make docs      the site, out/docs/site: open index.html in it, or publish it by copying the folder
 # make results   measures what the tables of the docs show (resumable; MINUTES=2 stops after about that time)
 # make tables    brings the tables of the docs up to date with docs/results
 PYTHON ?= python3
@@ -15,7 +16,7 @@ MINUTES ?= inf
 OLDEST := .venv-oldest
 TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md
 
-.PHONY: run demo test test-all test-oldest check format results tables clean
+.PHONY: run demo test test-all test-oldest check docs format results tables clean
 
 # Four attentions on one task, in about five minutes on 2 cores; run it again to resume it.
 run: $(READY)
@@ -46,14 +47,18 @@ $(OLDEST)/.ready: pyproject.toml tools/oldest.py
 	touch $@
 
 check: $(READY)
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Tutorials are run, warnings are errors, every link is checked.
+docs: $(READY)
+	PYTHONPATH=tools $(BIN)/python -m docsite out/docs
+
 format: $(READY)
-	$(BIN)/ruff format src tests
-	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests tools
+	$(BIN)/ruff check --fix src tests tools
 
 # Delete docs/results/speed.json first to measure everything anew. The machine must be quiet.
 results: $(READY)
@@ -66,7 +71,7 @@ tables: $(READY)
 # The stamp is written last: an interrupted installation is done again.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev,gpu]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev,gpu,docs]"
 	touch $@
 
 clean:

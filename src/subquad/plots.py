@@ -103,6 +103,13 @@ def _enlarged(colours: np.ndarray, size: int) -> np.ndarray:
     return image
 
 
+def save_cells(picture: Tensor, path: str | Path, size: int = 4) -> None:
+    """The cells of a picture (n, n) and nothing else, each of size × size pixels: a thumbnail."""
+    from matplotlib.image import imsave
+
+    imsave(path, _enlarged(cells(picture), size), format="png")
+
+
 # ---- a sheet of panels -------------------------------------------------------------------------------------
 
 

@@ -94,7 +94,7 @@ def with_auxiliary(model: Any, loss: Tensor, auxiliary: Tensor | None, share: Te
 
 
 class SubquadForCausalLM(Head, CachedGenerationMixin):
-    """Predicts the next token. Labels are the input ids; the shift happens here."""
+    """Predicts the next token: ids (B, n) → logits (B, n, vocabulary). Labels are the ids; the shift happens here."""
 
     causal = True
     _tied_weights_keys: ClassVar[dict[str, str]] = TIED
@@ -147,7 +147,7 @@ class SubquadForCausalLM(Head, CachedGenerationMixin):
 
 
 class SubquadForMaskedLM(Head):
-    """Predicts the masked tokens; labels are -100 elsewhere."""
+    """Predicts the masked tokens: ids (B, n) → logits (B, n, vocabulary); labels (B, n) are -100 elsewhere."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = TIED
 
@@ -168,7 +168,7 @@ class SubquadForMaskedLM(Head):
 
 
 class SubquadForTokenClassification(Head):
-    """One answer per token; labels are -100 where none is asked for."""
+    """One answer per token: ids (B, n) → logits (B, n, labels); labels (B, n) are -100 where none is asked for."""
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
@@ -181,8 +181,10 @@ class SubquadForTokenClassification(Head):
 
 
 class SubquadForSequenceClassification(SubquadForTokenClassification):
-    """One answer per sequence, from the mean of the real tokens or from the first one, by one linear map or two. A
-    packed batch has as many answers as sequences, in their order.
+    """One answer per sequence: ids (B, n) → logits (B, labels).
+
+    It is made from the mean of the real tokens or from the first one, by one linear map or two. A packed batch has as
+    many answers as sequences, in their order.
 
     The loss follows `config.problem_type`; without it one label is a regression, integer labels are classes and
     floating-point labels (B, num_labels) are several answers at once, each 0 or 1.

@@ -36,7 +36,7 @@ class PairClassifier(Glorot):
 
 
 class SubquadForPairClassification(Head):
-    """One answer per pair of sequences."""
+    """One answer per pair of sequences: ids (B, n) and pair ids (B, m) → logits (B, labels)."""
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)

@@ -1,0 +1,1 @@
+"""The documentation site: `make docs` runs `python -m docsite OUT`. See `build`."""
