@@ -592,8 +592,15 @@ SCALES = [
 ]
 
 
-@pytest.mark.parametrize("specs", [BLOCKS, SCALES], ids=["blocks", "scales"])
-@pytest.mark.parametrize("head", ["causal-lm", "token"])
+@pytest.mark.parametrize(
+    ("head", "specs"),
+    [
+        pytest.param("causal-lm", BLOCKS, id="causal-blocks"),
+        pytest.param("token", SCALES, id="bidirectional-scales"),
+        pytest.param("token", BLOCKS, id="bidirectional-blocks", marks=pytest.mark.slow),
+        pytest.param("causal-lm", SCALES, id="causal-scales", marks=pytest.mark.slow),
+    ],
+)
 def test_export_of_sub_quadratic_attention_with_dynamic_length(head, specs):
     """A fresh model, any length, padding on the left; and exporting leaves nothing behind for the next model."""
     torch.manual_seed(0)

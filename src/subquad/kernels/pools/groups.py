@@ -85,25 +85,9 @@ def pool_op(x: Tensor, exists: Tensor | None, pool: str, kind: str, c: int, caus
     return out
 
 
-@torch.library.custom_op("subquad::group_pool_backward", mutates_args=())
-def pool_backward(grad: Tensor, x: Tensor, exists: Tensor | None, pool: str, kind: str, c: int, causal: bool) -> Tensor:
-    """The steps once more, differentiated."""
-    if kind != "nodes" and not has_groups(x.shape[2], c, kind):
-        return torch.zeros_like(x)
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        found = _pool(x, exists, pool, kind, c, causal)
-        return torch.autograd.grad(found, x, grad[:, :, : found.shape[2]])[0].clone()
-
-
 @pool_op.register_fake
 def _(x, exists, pool, kind, c, causal):
     return x.new_empty(*x.shape[:2], x.shape[2] + c, x.shape[3])
-
-
-@pool_backward.register_fake
-def _(grad, x, exists, pool, kind, c, causal):
-    return torch.empty_like(x)
 
 
 def _save(ctx, inputs, output):
@@ -112,12 +96,17 @@ def _save(ctx, inputs, output):
 
 
 def _gradient(ctx, grad):
-    return pool_backward(grad, *ctx.saved_tensors, *ctx.about), *[None] * 5
-
-
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("group_pool has no second derivative")
+    """The steps once more, differentiated."""
+    (x, exists), (pool, kind, c, causal) = ctx.saved_tensors, ctx.about
+    if torch.is_grad_enabled():
+        raise NotImplementedError("group_pool has no second derivative")
+    dx = torch.zeros_like(x)
+    if kind == "nodes" or has_groups(x.shape[2], c, kind):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            found = _pool(x, exists, pool, kind, c, causal)
+            (dx,) = torch.autograd.grad(found, x, grad[:, :, : found.shape[2]])
+    return dx, *[None] * 5
 
 
 pool_op.register_autograd(_gradient, setup_context=_save)
-pool_backward.register_autograd(_no_second_derivative)
