@@ -14,6 +14,7 @@ from subquad.kernels.merge import merge_attention, reference
 from subquad.kernels.merge.op import merge
 from subquad.kernels.mixture import mixture_merge
 from subquad.kernels.pools import span_pool
+from subquad.kernels.pools.groups import group_pool, pool_op
 from subquad.kernels.pools.spans import _pool
 from subquad.kernels.tables import _edges, _mask
 from subquad.supports import patterns
@@ -262,6 +263,32 @@ def test_span_pool_equals_a_loop(pool, skip):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["nodes", "column", "row", "left", "right"])
+def test_the_operator_for_any_length_pools_as_the_steps_do(kind, causal):
+    """Values and gradients, with padding and without; what is behind the groups is 0."""
+    c = 0 if kind == "nodes" else 4
+    draw = torch.Generator().manual_seed(0)
+    for n in (3, 4, 9, 12):
+        x = torch.randn(2, 3, n, 2, generator=draw, dtype=torch.float64, requires_grad=True)
+        exists = torch.rand(2, 1, n, generator=draw) < 0.7
+        for real, pool in ((None, "max"), (exists, "max"), (exists, "mean")):
+            out = pool_op(x, real, pool, kind, c, causal)
+            assert out.shape[2] == n + c
+            if kind != "nodes" and n <= c:
+                assert not out.any()  # one row has no other rows
+                continue
+            expected = group_pool(x, real, pool, kind, c, causal)
+            m = expected.shape[2]
+            torch.testing.assert_close(out[:, :, :m], expected)
+            assert not out[:, :, m:].any()
+            direction = torch.randn(out.shape, generator=draw, dtype=torch.float64)
+            got, want = (
+                torch.autograd.grad(y, x, d)[0] for y, d in ((out, direction), (expected, direction[:, :, :m]))
+            )
+            torch.testing.assert_close(got, want)
+
+
 def opcheck(op, *arguments):
     result = torch.library.opcheck(op, arguments)
     assert len(result) == 4 and set(result.values()) == {"SUCCESS"}
@@ -278,6 +305,8 @@ def test_operators_keep_torchs_rules():
         about = (valid, lengths, seed, support, "main", 9, 0.5, dropout)
         opcheck(merge, q, [k, summaries[0]], [v, summaries[1]], *about)
     opcheck(_pool, q, torch.ones(2, 9, dtype=torch.bool), lengths, 4, 1, True)
+    for kind, columns_ in (("nodes", 0), ("column", 4), ("right", 4)):
+        opcheck(pool_op, q, torch.ones(2, 1, 9, dtype=torch.bool), "max", kind, columns_, True)
     opcheck(running_max, q, 2, False)
     opcheck(others_max, q, 2)
     opcheck(_mask, q, lengths, patterns.Star(w=2).text, [0], 9)

@@ -581,17 +581,36 @@ def test_int8_dynamic_quantisation(spec):
     assert 0 < (one - other).abs().max() < 0.1 * one.abs().max() + 0.02
 
 
-@pytest.mark.parametrize("spec", ["combiner-fixed", "combiner-window", "longformer", "strided", "logsparse", "sbm"])
-def test_export_of_sub_quadratic_attention_with_dynamic_length(spec):
+BLOCKS = ["combiner-fixed", "combiner-window", "longformer", "strided", "logsparse", "sbm", "fixed", "bigbird"]
+SCALES = [
+    "composite-slice:slice_length=4,levels=3",
+    "combiner-logsparse",
+    "combiner-axial",
+    "combiner-axial:plan=horizontal,split=true,abstraction=mean",
+    "combiner-mixture",
+    "combiner-tree",
+]
+
+
+@pytest.mark.parametrize(
+    ("head", "specs"),
+    [
+        pytest.param("causal-lm", BLOCKS, id="causal-blocks"),
+        pytest.param("token", SCALES, id="bidirectional-scales"),
+        pytest.param("token", BLOCKS, id="bidirectional-blocks", marks=pytest.mark.slow),
+        pytest.param("causal-lm", SCALES, id="causal-scales", marks=pytest.mark.slow),
+    ],
+)
+def test_export_of_sub_quadratic_attention_with_dynamic_length(head, specs):
     """A fresh model, any length, padding on the left; and exporting leaves nothing behind for the next model."""
     torch.manual_seed(0)
-    keys = {"attention": spec, "evaluation_seed": 3, "num_hidden_layers": 1, "max_position_embeddings": 64}
-    model = HEADS["causal-lm"](config(**keys)).eval()
+    keys = {"attention": specs, "evaluation_seed": 3, "num_hidden_layers": len(specs), "max_position_embeddings": 64}
+    model = HEADS[head](config(**keys)).eval()
     ids, mask = torch.randint(20, (2, 12)), torch.ones(2, 12, dtype=torch.long)
     n = torch.export.Dim("n", min=3, max=64)
     given, shapes = {"input_ids": ids, "attention_mask": mask}, {"input_ids": {1: n}, "attention_mask": {1: n}}
     program = torch.export.export(model, (), kwargs=given, dynamic_shapes=shapes, strict=False)
-    for length in (5, 33):
+    for length in (5, 33, 64):
         longer = {
             "input_ids": torch.randint(20, (2, length)),
             "attention_mask": torch.ones(2, length, dtype=torch.long),
@@ -601,4 +620,50 @@ def test_export_of_sub_quadratic_attention_with_dynamic_length(spec):
         assert type(expected) is torch.Tensor
         real = longer["attention_mask"].bool()
         found = program.module()(**longer).logits
-        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [("h-transformer-1d", "number of levels follows"), ("composite-slice:local=mlp", "local=mlp cannot be traced")],
+)
+def test_what_cannot_be_exported_for_every_length_says_so(spec, words):
+    model = HEADS["token"](config(attention=spec, num_hidden_layers=1)).eval()
+    n = torch.export.Dim("n", min=3, max=32)
+    with pytest.raises(ValueError, match=f"{words}.*export it for one length"):
+        torch.export.export(
+            model, (), {"input_ids": torch.ones(2, 12).long()}, dynamic_shapes={"input_ids": {1: n}}, strict=False
+        )
+
+
+def test_a_traced_graph_refuses_a_packed_batch():
+    """Positions are values, which a graph is not made for: it must not take several sequences for one."""
+    model = HEADS["causal-lm"](config(num_hidden_layers=1)).eval()
+    ids, one = torch.randint(3, 20, (2, 9)), torch.arange(9).repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    padded = (mask.cumsum(1) - 1).clamp(min=0)  # the first slots of a row have position 0, all but one are padding
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": padded}
+    program = torch.export.export(model, (), given, strict=False).module()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    several = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).repeat(2, 1)
+    for graph in (program, compiled):
+        for positions in (padded, one):
+            torch.testing.assert_close(
+                graph(**{**given, "position_ids": positions}).logits[1],
+                model(**{**given, "position_ids": positions}).logits[1],
+            )
+        with pytest.raises(RuntimeError, match="position_ids restart at 0"):
+            graph(**{**given, "position_ids": several})
+
+
+@pytest.mark.parametrize("spec", ["full", "sbm", "combiner-fixed:span=4"])
+def test_a_padded_slot_gives_the_same_wherever_the_row_stands(spec):
+    """transformers' tests look at the last slot of a row, real or not."""
+    torch.manual_seed(0)
+    model = SubquadForCausalLM(config(attention=spec, evaluation_seed=1, max_position_embeddings=64)).eval()
+    ids, mask = torch.randint(3, 20, (2, 7)), torch.tensor([[1, 1, 0, 1, 1, 1, 0], [1, 0, 1, 0, 0, 0, 0]])
+    pad = torch.zeros(2, 32, dtype=torch.long)
+    near = model(ids, attention_mask=mask).logits[:, -1]
+    far = model(torch.cat([pad, ids], 1), attention_mask=torch.cat([pad, mask], 1)).logits[:, -1]
+    torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)

@@ -96,6 +96,8 @@ def packing_of(
     """
     tracing = torch.compiler.is_compiling()
     begins = None if position_ids is None else _restarts(position_ids, shape)
+    if tracing and position_ids is not None:
+        _assert_unpacked(position_ids, key_mask)
     if begins is not None and key_mask is not None:
         begins = begins & key_mask  # positions of padded slots say nothing
     if cu_seqlens is not None:
@@ -136,6 +138,15 @@ def _restarts(position_ids: Tensor, shape: tuple[int, int]) -> Tensor | None:
     if torch.compiler.is_compiling() or not bool(begins[:, 1:].any()):
         return None
     return begins.expand(shape)
+
+
+def _assert_unpacked(position_ids: Tensor, key_mask: Tensor | None) -> None:
+    """How many sequences there are is not known while a model is traced: its graph refuses more than one in a row."""
+    begins, first = position_ids == 0, torch.arange(position_ids.shape[1], device=position_ids.device) == 0
+    if key_mask is not None:  # positions of padded slots say nothing
+        begins, first = begins & key_mask, key_mask & (key_mask.cumsum(1) == 1)
+    message = "position_ids restart at 0: a traced graph cannot take a packed batch apart; call the model itself"
+    torch._assert_async(~(begins & ~first).any(), message)
 
 
 def _checked(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:

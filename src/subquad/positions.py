@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.core.numbers import is_symbolic, settled
+
 
 class MultiScalePositions(nn.Module):
     """The tables of MS-VIPE: `positions(scale, n)` gives the rows for a sequence of n at that scale.
@@ -39,6 +41,9 @@ class MultiScalePositions(nn.Module):
         if scale < self.scales - 1:
             return self.local[scale]
         rows = self.globe.shape[0]
+        if is_symbolic(n) and not self.interpolate:  # slices beyond the table are padding, see `composite_slice`
+            return self.globe[torch.arange(n, device=self.globe.device).clamp(max=rows - 1)]
+        n = settled(n, "interpolate", "how far positions are stretched", "leave interpolate out")
         if n <= rows:
             return self.globe[:n]
         if not self.interpolate:

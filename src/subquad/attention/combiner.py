@@ -34,9 +34,11 @@ from subquad.attention.combiner_definition import Terms
 from subquad.attention.states.state import Memory
 from subquad.attention.states.summaries import Summaries
 from subquad.attention.summaries import Tokens, summarise, summarise_shard
+from subquad.core.numbers import is_symbolic, settled
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
 from subquad.supports.partitions import GroupSet, Partition, group_sets_of
+from subquad.supports.parts import FAR
 from subquad.supports.support import text_of
 
 
@@ -92,8 +94,10 @@ class Combiner(Attention):
     def described(self, slots: int, n: int) -> tuple[str, tuple[GroupSet, ...]]:
         """The text of that partition, and its group sets for rows of up to n tokens."""
         if self._is_sized:
-            return text_of(self.partition), self.partition.group_sets(n)
-        text = text_of(self.partition, index(slots))  # a compiled graph is one for this length
+            return text_of(self.partition), self.partition.group_sets(FAR if is_symbolic(n) else n)
+        text = text_of(
+            self.partition, settled(slots, self.name, self.free_size, f"give max_length or {self.free_size}")
+        )
         return text, group_sets_of(text, index(n))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import index
 from typing import Any, Literal, cast
 
 import torch
@@ -35,6 +34,7 @@ from subquad.attention.states.replay import Replay
 from subquad.attention.states.several import Several
 from subquad.attention.states.state import Memory
 from subquad.attention.summaries import Source, Tokens, summarise
+from subquad.core.numbers import length_of
 from subquad.core.options import option
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.mixture import mixture_merge
@@ -126,7 +126,7 @@ class CombinerMixture(Attention):
 
     def _summaries(self, tokens: Tokens) -> tuple[str, list[int], list[Source]]:
         """The text of the mixture, how many sets of summaries each component has, and all of them."""
-        n, call = index(tokens.q.shape[2]), tokens.call
+        n, call = length_of(tokens.q.shape[2]), tokens.call
         texts, sizes, found = [], [], []
         for component in self.parts():
             text, group_sets = component.described(call.slots, n)
@@ -138,7 +138,7 @@ class CombinerMixture(Attention):
         return mixture_text(tuple(texts)), sizes, found
 
     def _joint(self, tokens: Tokens) -> Tensor:
-        n, call = index(tokens.q.shape[2]), tokens.call
+        n, call = length_of(tokens.q.shape[2]), tokens.call
         text, _, summaries = self._summaries(tokens)
         keys, values, valid = (list(x) for x in zip((tokens.k, tokens.v, call.exists), *summaries, strict=True))
         about: dict[str, Any] = {"lengths": call.lengths, "valid": valid, "dropout": call.dropout, "seed": call.seed}
@@ -147,7 +147,7 @@ class CombinerMixture(Attention):
 
     def _mean(self, tokens: Tokens) -> Tensor:
         """The mean of the components, with the direct part attended once."""
-        (q, k, v, call), n = tokens, index(tokens.q.shape[2])
+        (q, k, v, call), n = tokens, length_of(tokens.q.shape[2])
         text, sizes, summaries = self._summaries(tokens)
         keys, values, alive = (list(x) for x in zip(*summaries, strict=True))
         every = [q.new_ones(1, 1, x.shape[2], dtype=torch.bool) for x in keys]

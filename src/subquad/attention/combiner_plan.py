@@ -24,6 +24,7 @@ from torch import Tensor
 
 from subquad.attention.base import Call
 from subquad.attention.combiner import Combiner, CombinerOptions
+from subquad.core.numbers import settled
 from subquad.core.options import option
 from subquad.kernels.edges import EdgeList, edge_attention
 from subquad.kernels.tables import group_count, partition_edges
@@ -89,7 +90,8 @@ class CombinerPlan(Combiner):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Over edge lists: summaries to their members, queries to tokens and summaries."""
-        n, scale = index(q.shape[2]), self.options.softmax_scale
+        n = settled(q.shape[2], self.name, "a plan of one's own", "use another mechanism")
+        scale = self.options.softmax_scale
         text = text_of(self.partition) if self._is_sized else text_of(self.partition, index(call.slots))
         groups = group_count(text, n)
         members, main = partition_edges(q, text, n, groups)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.base import Call, Rows
-from subquad.attention.summaries import Tokens, grid, summarise
+from subquad.attention.summaries import Tokens, summarise
 from subquad.kernels.merge import merge_attention
+from subquad.kernels.pools.groups import grid
 
 
 class SummaryKeys(nn.Module):

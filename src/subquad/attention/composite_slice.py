@@ -41,6 +41,7 @@ from subquad.attention.states import entrance
 from subquad.attention.states.slices import Slices
 from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors
+from subquad.core.numbers import is_symbolic
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
 from subquad.positions import MultiScalePositions
@@ -225,9 +226,17 @@ class CompositeSlice(Attention):
             return self.across.attend_tokens(self, query, key, value, project, key_mask, seed)
         rows = Rows.of(key_mask, align=True)
         tokens = _each(lambda x: _clean(rows.align(x[:, None])[:, 0], rows.key_mask), (query, key, value))
-        out = _Composer(self, self._call(rows, seed, query.shape[1])).compose(tokens, project, rows.key_mask, 0)
+        composer = self._composer(self._call(rows, seed, query.shape[1]))
+        out = composer.compose(tokens, project, rows.key_mask, 0)
         out = out if rows.key_mask is None else _clean(out, rows.key_mask)
         return rows.restore(out[:, None])[:, 0], Record()
+
+    def _composer(self, call: Call) -> _Composer:
+        if not is_symbolic(call.slots):
+            return _Composer(self, call)
+        from subquad.attention.composite_slice_any import AnyLengthComposer
+
+        return AnyLengthComposer(self, call)
 
     def extend(self, q, k, v, state, *, key_mask=None):
         return self.attend(q, k, v, None)  # raises, and says who can
@@ -348,18 +357,30 @@ class _Composer:
 
     def compose(self, tokens: Tokens, project: Any, real: Tensor | None, scale: int) -> Tensor:
         """The scale and all coarser ones: tokens (B, n, E) → (B, n, E). `real` bool (B, n): which exist."""
-        order, size = self.options.composition, self.options.slice_length
+        order = self.options.composition
         if scale == self.options.levels - 1:
             return self._attend(tokens, project, real, scale, 0, 0)
         if order == "local-global":
             fine = self._mix(tokens, project, real, scale)  # (B, n, E)
             pooled = (self._pool(fine, real, scale),) * 3  # (B, m, E)
-            return add_by_slice(fine, self._coarser(pooled, project, real, scale), size)
+            return self._add(fine, self._coarser(pooled, project, real, scale))
         pooled = _each(lambda x: self._pool(x, real, scale), tokens)
         coarse = self._coarser(pooled, project, real, scale)  # (B, m, 1, E)
         if order == "global-local":
-            tokens = _each(lambda x: add_by_slice(x, coarse, size), tokens)
-        return add_by_slice(self._mix(tokens, project, real, scale), coarse, size)
+            tokens = _each(lambda x: self._add(x, coarse), tokens)
+        return self._add(self._mix(tokens, project, real, scale), coarse)
+
+    def _add(self, x: Tensor, coarse: Tensor) -> Tensor:
+        """To every token what its slice is given."""
+        return add_by_slice(x, coarse, self.options.slice_length)
+
+    def _lengths(self, q: Tensor, scale: int) -> Tensor | None:
+        """How many of the slots of a scale are in use, int64 (B,); None = all."""
+        return None
+
+    def _put(self, x: Tensor, place: Tensor, size: int) -> Tensor:
+        """x (B, H, n, d) + the positions (1, H, size, d) of a slice, in every slice."""
+        return add_by_slice(x.transpose(1, 2), place.transpose(1, 2)[:, None], size).transpose(1, 2)
 
     def _coarser(self, pooled: Tokens, project: Any, real: Tensor | None, scale: int) -> Tensor:
         """What the next scale gives to every slice, (B, m, 1, E); causal: what it gives to the one before."""
@@ -413,6 +434,7 @@ class _Composer:
         text = slices_text(causal, size, reach, self.attention.positions is not None)
         valid = [None if real is None else real[:, None]] * len(keys)
         about: dict[str, Any] = {"valid": valid, "dropout": self.call.dropout, "seed": self.call.seed}
+        about["lengths"] = self._lengths(q, scale)
         values, scale_ = [v] * len(keys), self.options.softmax_scale
         out = merge_attention(q, keys, values, text, "main", n, scale=scale_, **about)  # (B, H, n, d)
         return out.transpose(1, 2).flatten(2)
@@ -431,11 +453,7 @@ class _Composer:
             places.append(F.pad(pk[:, :, :reach], (0, 0, size - reach, 0)))  # the last r tokens, from the right
         if reach and not self.options.causal:
             places.append(F.pad(pk[:, :, reach + size :], (0, 0, 0, size - reach)))  # the first r, from the left
-
-        def put(x: Tensor, place: Tensor) -> Tensor:
-            return add_by_slice(x.transpose(1, 2), place.transpose(1, 2)[:, None], size).transpose(1, 2)
-
-        return put(q, pq), [put(k, place) for place in places]
+        return self._put(q, pq, size), [self._put(k, place, size) for place in places]
 
 
 def _clean(x: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -17,7 +17,6 @@ as it has tokens. Dropout drops a key for all queries of a head at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import index
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 from subquad.attention.base import Attention, Call
 from subquad.attention.full import drop_keys
 from subquad.attention.outputs import within_rows
+from subquad.core.numbers import settled
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 
@@ -72,7 +72,7 @@ class HTransformer(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
-        n = index(q.shape[2])  # the number of levels follows from it: a compiled graph is one for this length
+        n = settled(q.shape[2], self.name, "the number of levels", "use another mechanism")
         count = self.levels(n)
         rest = -n % (self.options.block << (count - 1))
         q, k, v = (F.pad(x.to(work), (0, 0, 0, rest)) for x in (q, k, drop_keys(v, call)))

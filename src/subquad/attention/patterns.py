@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import index
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -30,6 +29,7 @@ from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.named import NamedKeys
 from subquad.attention.states.state import Memory
+from subquad.core.numbers import settled
 from subquad.core.options import option
 from subquad.kernels.edges import edge_attention, edge_mapped_attention
 from subquad.kernels.merge import merge_attention
@@ -77,7 +77,9 @@ class PatternAttention(Attention):
 
     def _text(self, slots: int) -> str:
         """The text of that pattern; with open sizes a compiled graph is one for this length."""
-        return text_of(self.pattern) if self._is_sized else text_of(self.pattern, index(slots))
+        if self._is_sized:
+            return text_of(self.pattern)
+        return text_of(self.pattern, settled(slots, self.name, self.free_size, f"give max_length or {self.free_size}"))
 
     @property
     def data_dependent(self) -> bool:

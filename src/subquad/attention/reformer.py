@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from operator import index
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from subquad.attention.base import Attention, Call, Capabilities, Record
 from subquad.core.hashing import chances, streams
+from subquad.core.numbers import settled
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.clusters import cluster_attention
@@ -66,7 +66,7 @@ class Reformer(Attention):
 
     def sizes(self, slots: int) -> tuple[int, int]:
         """Buckets and tokens of a chunk, from max_length, or from the length of the batch without it."""
-        length = self.options.max_length or index(slots)
+        length = self.options.max_length or settled(slots, self.name, "the number of buckets", "give max_length")
         buckets, chunk = self.options.buckets, self.options.chunk
         if buckets is None:
             buckets = 2 * -(-length // (chunk or 64))

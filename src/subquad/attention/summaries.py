@@ -8,7 +8,6 @@ that does not exist (padding, or a last row too short) is 0.
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.attention.base import Call
+from subquad.core.numbers import is_symbolic, length_of
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members
-from subquad.kernels.pools.shapes import anyone, binary_nodes, others, pooled, prefixes
+from subquad.kernels.pools.groups import grid, group_pool, groups_with_members
 from subquad.supports.grids import has_groups
 from subquad.supports.partitions import GroupSet
 from subquad.supports.shards import in_blocks
@@ -41,10 +41,10 @@ def summarise(module: Any, text: str, number: int, group_set: GroupSet, tokens: 
     find = _Finder(module, text, f"members:{number}", tokens)
     if group_set.pool == "spans":
         return _spans(module, group_set, tokens, features, below, find)
-    n = index(tokens.q.shape[2])  # grids and trees are made of numbers: a compiled graph is one for this length
+    n = length_of(tokens.q.shape[2])  # grids and trees are made of numbers: a compiled graph is one for this length
     if group_set.pool in ("nodes", "nodes-back"):
         return _nodes(module, tokens, features, find, back=group_set.pool == "nodes-back")
-    if not has_groups(n, group_set.size, group_set.pool):
+    if not is_symbolic(n) and not has_groups(n, group_set.size, group_set.pool):
         exists = tokens.call.exists
         return tokens.k[:, :, :0], tokens.v[:, :, :0], None if exists is None else exists[:, :, :0]
     if group_set.pool == "asked-row":
@@ -113,14 +113,15 @@ def _nodes(module, tokens: Tokens, features, find: _Finder, *, back: bool) -> So
     turn = _Reverse(tokens) if back else _identity
     k, v, fq, fk = (turn(x) for x in (tokens.k, tokens.v, *features))
     real = tokens.call.exists
-    exists = None if real is None else turn(real[..., None])  # (B, 1, n, 1)
-    query, key = (pooled(x, module.abstraction.pool, exists, binary_nodes) for x in (fq, fk))
+    exists = None if real is None else turn(real[..., None])[..., 0]  # (B, 1, n)
+    about = ("nodes", 0, module.options.causal)
+    query, key = (group_pool(x, exists, module.abstraction.pool, *about) for x in (fq, fk))
     if module.abstraction.learns:  # a single token stands for itself
         single = torch.arange(k.shape[2], device=k.device)[:, None] % 2 == 0
         key = torch.where(single, k, key)
-    value = find(query, (k, v, None if exists is None else exists[..., 0]))
-    alive = None if exists is None else turn(anyone(exists, binary_nodes))[..., 0]
-    return turn(key), turn(value), alive
+    value = find(query, (k, v, exists))
+    alive = None if exists is None else groups_with_members(k, exists, *about)
+    return turn(key), turn(value), None if alive is None else turn(alive[..., None])[..., 0]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -147,51 +148,35 @@ class _Reverse:
 
 
 def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: _Finder) -> Source:
-    """Columns (prefixes of them where causal, else without the own row) and rows (without the own column's token)."""
-    kind, c, call = group_set.pool, group_set.size, tokens.call
-    causal = module.options.causal
-    rows, real = _grid_of(tokens, c, causal)
-    shape = (prefixes(2) if causal else others(2)) if kind == "column" else _ROW_SHAPES[kind]
-    pool = module.abstraction.pool
-    query, key = (_place(pooled(grid(x, rows, c), pool, real, shape), kind) for x in features)
-    value = find(query, (tokens.k, tokens.v, call.exists))
-    return key, value, None if real is None else _place(anyone(real, shape), kind)[..., 0]
-
-
-_ROW_SHAPES = {"row": others(3), "left": prefixes(3), "right": prefixes(3, backwards=True)}
+    """Columns and rows, see `group_pool`."""
+    about, exists = (group_set.pool, group_set.size, module.options.causal), tokens.call.exists
+    query, key = (group_pool(x, exists, module.abstraction.pool, *about) for x in features)
+    value = find(query, (tokens.k, tokens.v, exists))
+    return key, value, groups_with_members(tokens.k, exists, *about)
 
 
 def _asked_rows(c: int, tokens: Tokens, features, find: _Finder) -> Source:
-    fq, fk = features
-    rows, real = _grid_of(tokens, c, find.module.options.causal)
-    query = grid(fq, rows, c)
-    query = (query if real is None else query.masked_fill(~real, 0)).flatten(2, 3)
-    exists = tokens.call.exists
-    key, value = (find(query, (tokens.k, x, exists)) for x in (fk, tokens.v))
-    return key, value, None if real is None else real.any(3, keepdim=True).expand(real.shape).flatten(2)
+    """Rows that the token in the own column asks: local queries stand where their tokens do."""
+    (fq, fk), exists, n = features, tokens.call.exists, tokens.q.shape[2]
+    if is_symbolic(n):
+        query, alive = _asked_for_any_length(fq, exists, c)
+    else:
+        rows = -(-n // c) - find.module.options.causal
+        if exists is None and rows * c > n:  # a partial last row
+            exists = torch.ones(1, 1, n, dtype=torch.bool, device=fq.device)
+        real = None if exists is None else grid(exists, rows, c)[..., None]  # (B or 1, 1, rows, c, 1)
+        query = grid(fq, rows, c)
+        query = (query if real is None else query.masked_fill(~real, 0)).flatten(2, 3)
+        alive = None if real is None else real.any(3, keepdim=True).expand(real.shape).flatten(2)
+    key, value = (find(query, (tokens.k, x, tokens.call.exists)) for x in (fk, tokens.v))
+    return key, value, alive
 
 
-def _grid_of(tokens: Tokens, c: int, causal: bool) -> tuple[int, Tensor | None]:
-    """The rows that are summarised, and which places of them hold a token, (B or 1, 1, rows, c, 1); None = all."""
-    n, real = tokens.q.shape[2], tokens.call.exists
-    rows = -(-n // c) - causal
-    if real is None and rows * c > n:  # a partial last row
-        real = torch.ones(1, 1, n, dtype=torch.bool, device=tokens.q.device)
-    return rows, None if real is None else grid(real, rows, c)[..., None]
-
-
-def grid(x: Tensor, rows: int, c: int) -> Tensor:
-    """(B, H, n, …) → (B, H, rows, c, …), cut or filled up with zeros."""
-    n, wanted = x.shape[2], rows * c
-    if n < wanted:
-        x = torch.cat((x, x.new_zeros(*x.shape[:2], wanted - n, *x.shape[3:])), 2)
-    return x[:, :, :wanted].unflatten(2, (rows, c))
-
-
-def _place(x: Tensor, kind: str) -> Tensor:
-    """To where it is asked for: what ends in a column is the left group of the next one, and the reverse."""
-    if kind == "left":
-        x = F.pad(x[:, :, :, :-1], (0, 0, 1, 0))
-    elif kind == "right":
-        x = F.pad(x[:, :, :, 1:], (0, 0, 0, 1))
-    return x.flatten(2, 3)  # (B, H, rows·c, d)
+def _asked_for_any_length(fq: Tensor, exists: Tensor | None, c: int) -> tuple[Tensor, Tensor]:
+    """Local queries (B, H, n + c, d), and whether their row has a token, (B or 1, 1, n + c)."""
+    n = fq.shape[2]
+    exists = torch.ones(1, 1, n, dtype=torch.bool, device=fq.device) if exists is None else exists
+    row = torch.arange(n + c, device=fq.device) // c
+    members = exists.new_zeros(*exists.shape[:2], n + c, dtype=torch.int64)
+    members = members.index_add(2, row[:n], exists.long())  # (B or 1, 1, n + c): tokens of each row
+    return F.pad(fq.masked_fill(~exists[..., None], 0), (0, 0, 0, c)), members.index_select(2, row) > 0

@@ -125,10 +125,12 @@ class AttentionLayer(nn.Module):
             else:
                 rows = (lambda bucket: project.of_rows(bucket, len(x)), drawn)
                 y, record = attend_packed(packing, mechanism, (x, x, x), *rows, want_record=want_record)
-        if not want_weights:
-            return self.out_proj(y), record, None
-        with weights_at_hand(mechanism):
-            weights, y = self._defined(project, x, keys, key_mask, drawn, packing)
+        weights = None
+        if want_weights:
+            with weights_at_hand(mechanism):
+                weights, y = self._defined(project, x, keys, key_mask, drawn, packing)
+        if key_mask is not None and context is None and not mechanism.positional:
+            y = y.masked_fill(~key_mask[..., None], 0)  # as positional mechanisms do: padding gives the same anywhere
         return self.out_proj(y), record, weights
 
     def _streamed(
