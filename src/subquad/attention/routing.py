@@ -139,7 +139,7 @@ class Routing(Attention):
         cluster = self.assign(q, k, call)
         record = Record(statistics=self.statistics(q, k, cluster, call)) if observe else Record()
         with torch.autocast(q.device.type, enabled=False):
-            a, b, c = (x.flatten(0, 1).contiguous() for x in (q, k, v))  # (B·H, n, d)
+            a, b, c = (x.flatten(0, 1) for x in (q, k, v))  # (B·H, n, d)
             out = self.combine(a, b, c, self._clusters(cluster, call), call)
         return out.unflatten(0, q.shape[:2]).to(kind), record
 

@@ -43,7 +43,7 @@ def attention(
         p, here = _softmax(tiles, _take(flat, tiles.rows), k, scale)
         _absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
     out, lse = out[:-1].view(g, n, d), lse[:-1].view(g, n)
-    return (_with_itself(out, lse, q, values[0], real) if avoid_self else out), lse
+    return (with_itself(out, lse, q, values[0], real) if avoid_self else out), lse
 
 
 def attention_backward(
@@ -90,7 +90,7 @@ def attention_backward(
     return [x[:-1].view(like.shape) for x, like in zip(found, (q, *keys, *values), strict=True)]
 
 
-def _with_itself(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, real: Tensor) -> Tensor:
+def with_itself(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, real: Tensor) -> Tensor:
     """out, with the own value for a token that met nobody else."""
     alone = ((lse == -torch.inf) & real)[..., None]
     return torch.where(alone, v.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan), out)
