@@ -74,7 +74,6 @@ class HTransformer(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
-        n = index(q.shape[2])  # the number of levels follows from it: a compiled graph is one for this length
         x, y, z = (t.to(work).flatten(0, 1) for t in (q, k, drop_keys(v, call)))  # (G, n, d)
         levels = self._levels(x, y, z, call.key_mask)
         out = self._causal(levels) if self.options.causal else self._both_ways(levels)
@@ -82,7 +81,8 @@ class HTransformer(Attention):
 
     def _levels(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[_Level]:
         """All levels, the finest first. Sums of groups are sums of the sums of two."""
-        n, causal = q.shape[1], self.options.causal
+        n = index(q.shape[1])  # the number of levels follows from it: a compiled graph is one for this length
+        causal = self.options.causal
         real = torch.ones(1, n, dtype=q.dtype, device=q.device) if mask is None else mask.to(q.dtype)  # (B or 1, n)
         real = real if len(real) == 1 else real.repeat_interleave(len(q) // len(real), 0)  # (G or 1, n)
         found = [_Level(q, k, v, None if mask is None else real.log())]
@@ -176,11 +176,11 @@ def _runs_of_level(m: int, size: int, number: int, device: torch.device) -> Runs
     first = torch.arange(0, m, step, device=device)
     tiles = torch.stack((first, (m - first).clamp(max=step)), -1)
     if not number:
-        return Runs(tiles, _spans(first - size, first + 2 * size, m)[:, None], (0,))
+        return Runs(tiles, _spans(first - size, first + 2 * size, m)[:, None], (0,), 3 * size * m)
     block, half = first // size * size, first // step % 2  # the first row of the block, and which half it is
     before = _spans(block - size, block - step * (1 - half), m)
     after = _spans(block + size + step * half, block + 2 * size, m)
-    return Runs(tiles, torch.stack((before, after), 1), (0, 0))
+    return Runs(tiles, torch.stack((before, after), 1), (0, 0), 3 * step * m)
 
 
 def _causal_runs(n: int, size: int, levels: int, device: torch.device) -> Runs:
@@ -195,4 +195,5 @@ def _causal_runs(n: int, size: int, levels: int, device: torch.device) -> Runs:
         m, start = -(-m // 2), (block >> number) * size
         touches = (block >> (number - 1)) % 2 == 0  # the half of the block that touches the one before
         spans.append(_spans(start - size, torch.where(touches, start - size // 2, start), m))
-    return Runs(torch.stack((first, rows), -1), torch.stack(spans, 1), tuple(range(levels)))
+    pairs = n * (2 * size + 3 * size * (levels - 1) // 4)
+    return Runs(torch.stack((first, rows), -1), torch.stack(spans, 1), tuple(range(levels)), pairs)

@@ -32,7 +32,7 @@ from subquad.attention.outputs import within_rows
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.runs import Runs, attend_runs
-from subquad.kernels.runs.op import EVERYTHING, MOST
+from subquad.kernels.runs.op import EVERYTHING
 
 ABSENT = -1e30  # the logarithm of 0, as a number
 
@@ -111,8 +111,8 @@ class Sinkhorn(Attention):
             own = blocks.real.flatten(2)[..., :n].expand(*exist.shape[:2], n)  # (B, H, n)
             both = torch.cat((own, exist.flatten(2)), 2).flatten(0, 1)  # (G, n + N·s)
             bias = torch.zeros_like(both, dtype=q.dtype).masked_fill_(~both, -torch.inf)
-        own_and_sorted = [(k.flatten(0, 1), v.flatten(0, 1)), tuple(x.flatten(0, 1).flatten(1, 2) for x in (keys, values))]
-        sources = [list(x) for x in zip(*own_and_sorted, strict=True)]
+        pairs = ((k, keys.flatten(2, 3)), (v, values.flatten(2, 3)))
+        sources = ([x.flatten(0, 1) for x in pair] for pair in pairs)  # (G, n, d) and (G, N·s, d)
         runs = _runs(n, size, self.options.causal, q.device)
         out, _ = attend_runs(q.flatten(0, 1), *sources, runs, self.options.softmax_scale, bias)
         return out.unflatten(0, q.shape[:2])
@@ -200,21 +200,14 @@ class Sinkhorn(Attention):
 
 
 def _runs(n: int, size: int, causal: bool, device: torch.device) -> Runs:
-    """Blocks of queries (or parts of them): the own block, causal up to the query, and the sorted one."""
-    step = min(size, MOST)
-    first = torch.arange(0, -(-n // size) * size, size, device=device)[:, None] + torch.arange(
-        0, size, step, device=device
-    )  # (N, parts of a block)
-    block = (first // size * size).flatten()
-    first = first.flatten()
-    rows = torch.minimum(block + size, first + step).clamp(max=n) - first
-    nobody = torch.full_like(first, -EVERYTHING)
-    last = first - block if causal else -nobody
-    own = torch.stack((block, (n - block).clamp(max=size), last, nobody), -1)  # (T, 4)
-    count = torch.where(block > 0, size, 0) if causal else torch.full_like(first, size)
-    spans = torch.stack((own, torch.stack((block, count, -nobody, nobody), -1)), 1)
-    inside = rows > 0
-    return Runs(torch.stack((first, rows), -1)[inside], spans[inside], (0, 1))
+    """Blocks of queries: the own block, causal up to the query, and the sorted one."""
+    first = torch.arange(0, n, size, device=device)
+    rows = (n - first).clamp(max=size)
+    everything = torch.full_like(first, EVERYTHING)
+    own = torch.stack((first, rows, torch.zeros_like(first) if causal else everything, -everything), -1)  # (N, 4)
+    count = torch.where(first > 0, size, 0) if causal else torch.full_like(first, size)
+    other = torch.stack((first, count, everything, -everything), -1)
+    return Runs(torch.stack((first, rows), -1), torch.stack((own, other), 1), (0, 1), 2 * n * size)
 
 
 def _cut_up(x: Tensor, size: int) -> Tensor:

@@ -42,7 +42,7 @@ def attention(
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -torch.inf)
     bias = _bias(real, q)
     for number, (sort, tables) in enumerate(_rounds(order, cluster, real, clusters, causal, chunk, avoid_self)):
-        cpu.forward(q, keys, values, bias, sort, tables, scale, out, lse, number == 0)
+        cpu.forward(q, keys, values, bias, (sort, sort), tables, scale, out, lse, number == 0)
     return (tiles.with_itself(out, lse, q, values[0], real) if avoid_self else out), lse
 
 
@@ -75,7 +75,7 @@ def attention_backward(
     total, found = lse.masked_fill(alone, torch.inf), [x.new_zeros(x.shape) for x in (q, *keys, *values)]
     bias = _bias(real, q)
     for sort, tables in _rounds(order, cluster, real, clusters, causal, chunk, avoid_self):
-        cpu.backward(q, keys, values, bias, sort, tables, scale, grad, delta, total, found)
+        cpu.backward(q, keys, values, bias, (sort, sort), tables, scale, grad, delta, total, found)
     if avoid_self:  # who met nobody has its own value
         found[2] += grad * (alone & real)[..., None]
     return found
@@ -98,7 +98,7 @@ def _rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any):
 
 def _tables(cluster: Tensor, clusters: int, causal: bool, chunk: int, avoid_self: bool):
     """Tiles (T, 2), spans (T, 1, 4) and starts (G + 1,): clusters, cut into chunks, cut into tiles."""
-    g, n = cluster.shape
+    g = len(cluster)
     label = (cluster + torch.arange(g)[:, None] * clusters).flatten()
     sizes = torch.bincount(label, minlength=g * clusters)
     begins = (sizes.view(g, -1).cumsum(1) - sizes.view(g, -1)).flatten()  # (G·C,): in the row of the sequence

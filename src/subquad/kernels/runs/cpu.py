@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -26,26 +27,28 @@ def forward(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bias: Tensor | None,
-    order: Tensor | None,
+    orders: tuple[Tensor | None, Tensor | None],
     tables: tuple[Tensor, Tensor, Tensor | None, Sequence[int]],
     scale: float,
     out: Tensor,
     lse: Tensor,
     fresh: bool,
+    again: bool = False,
 ) -> None:
-    """out (G, n, d) and lse (G, n) take up the tiles; `fresh`: nothing is in them yet.
+    """out (G, n, d) and lse (G, n) take up the tiles; `fresh`: nothing is in them yet; `again`: a query may be in
+    several tiles.
 
-    bias (G or 1, m of all sources one after the other); order (G or 1, n) = row r of the tables stands at order[r];
-    tables: tiles (T, 2), spans (T, P, 4), starts (G + 1,) of the tiles of each instance or None = all of them for each,
-    and the source of every run.
+    bias (G or 1, m of all sources one after the other); orders of queries and of keys, (G or 1, ·) or None: row r of
+    the tables stands at order[r]; tables: tiles (T, 2), spans (T, P, 4), starts (G + 1,) of the tiles of each instance
+    or None = all of them for each, and the source of every run.
     """
     table, spans, starts, sources = tables
     with launch() as threads:
-        work = _work(len(q), len(table), starts, TASKS * threads)
+        work = _work(len(q), len(table), starts, 1 if again else TASKS * threads)
         run(
-            kernels.forward, *_type(q), work, table.numpy(), spans.numpy(), *_sources(sources, keys), _order(order),
-            _matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), _matrix(out), lse.numpy(),
-            _type(q)[0].dtype.type(scale), fresh,
+            kernels.forward, *_type(q), _most(table), work, table.numpy(), spans.numpy(), *_sources(sources, keys),
+            *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), _matrix(out),
+            lse.numpy(), _type(q)[0].dtype.type(scale), fresh,
         )  # fmt: skip
 
 
@@ -54,7 +57,7 @@ def backward(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bias: Tensor | None,
-    order: Tensor | None,
+    orders: tuple[Tensor | None, Tensor | None],
     tables: tuple[Tensor, Tensor, Tensor | None, Sequence[int]],
     scale: float,
     grad: Tensor,
@@ -66,8 +69,9 @@ def backward(
     table, spans, starts, sources = tables
     dq, dkeys, dvalues = found[0], found[1 : 1 + len(keys)], found[1 + len(keys) :]
     run(
-        kernels.backward, *_type(q), _work(len(q), len(table), starts, 1), table.numpy(), spans.numpy(),
-        *_sources(sources, keys), _order(order), _matrix(q), _matrices(keys), _matrices(values), _bias(bias, q),
+        kernels.backward, *_type(q), _most(table), _work(len(q), len(table), starts, 1), table.numpy(), spans.numpy(),
+        *_sources(sources, keys), *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values),
+        _bias(bias, q),
         _type(q)[0].dtype.type(scale), _matrix(grad), delta.numpy(), lse.numpy(), _matrix(dq), _matrices(dkeys),
         _matrices(dvalues),
     )  # fmt: skip
@@ -76,11 +80,15 @@ def backward(
 def _work(instances: int, count: int, starts: Tensor | None, tasks: int) -> np.ndarray:
     """(tasks, 3): instance, first tile, behind the last; at least one task per instance."""
     share, rows = max(1, tasks // instances), []
-    edges = [(0, count)] * instances if starts is None else list(zip(starts[:-1].tolist(), starts[1:].tolist()))
+    edges = [(0, count)] * instances if starts is None else list(pairwise(starts.tolist()))
     for g, (a, b) in enumerate(edges):
         cuts = [a + (b - a) * c // share for c in range(share + 1)]
-        rows += [(g, *cut) for cut in zip(cuts[:-1], cuts[1:]) if cut[0] < cut[1]]
+        rows += [(g, *cut) for cut in pairwise(cuts) if cut[0] < cut[1]]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _most(table: Tensor) -> int:
+    return int(table[:, 1].max()) if len(table) else 1
 
 
 def _type(q: Tensor) -> tuple[np.ndarray, int, int]:

@@ -10,9 +10,6 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels.runs import cpu, reference
-from subquad.kernels.runs.tiles import MOST
-
-__all__ = ["EVERYTHING", "MOST", "Runs", "attend_runs", "ready"]
 
 EVERYTHING = 1 << 40  # `last` of a run whose keys all queries see; its negative, `self` of one that hides nobody
 
@@ -20,9 +17,10 @@ EVERYTHING = 1 << 40  # `last` of a run whose keys all queries see; its negative
 class Runs(NamedTuple):
     """Who attends to whom, the same for all instances: every query is in one tile at most."""
 
-    tiles: Tensor  # int64 (T, 2): the first query and how many, at most MOST
+    tiles: Tensor  # int64 (T, 2): the first query and how many
     spans: Tensor  # int64 (T, P, 4): first key, how many (0 = no run), last, self; see below
     sources: tuple[int, ...]  # (P,): which keys a run is of
+    pairs: int  # of a query and a key of its tile, for the count of FLOPs
 
     # query i of a tile sees key j of a run where j ≤ i + last and j ≠ i + self
 
@@ -37,7 +35,7 @@ def attend_runs(
     """
     dense = [[ready(x) for x in group] for group in ([q], keys, values)]
     bias = None if bias is None else bias.detach().to(q.dtype).contiguous()
-    out, lse = attention(dense[0][0], *dense[1:], bias, runs.tiles, runs.spans, list(runs.sources), scale)
+    out, lse = attention(dense[0][0], *dense[1:], bias, runs.tiles, runs.spans, list(runs.sources), scale, runs.pairs)
     return out, lse
 
 
@@ -56,10 +54,11 @@ def attention(
     spans: Tensor,
     sources: list[int],
     scale: float,
+    pairs: int,
 ) -> tuple[Tensor, Tensor]:
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -torch.inf)
     if cpu.takes(q):
-        cpu.forward(q, keys, values, bias, None, (tiles, spans, None, sources), scale, out, lse, True)
+        cpu.forward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, out, lse, True)
         return out, lse
     return reference.forward(q, keys, values, bias, tiles, spans, sources, scale)
 
@@ -78,6 +77,7 @@ def attention_backward(
     lse: Tensor,
     sources: list[int],
     scale: float,
+    pairs: int,
 ) -> list[Tensor]:
     """Gradients of q, all keys, all values: with w = exp(s - lse), ds = w·(grad·v - delta), delta = grad·out - dlse."""
     grad = ready(grad)
@@ -87,13 +87,13 @@ def attention_backward(
     lse, delta = lse.masked_fill(empty, torch.inf), delta.masked_fill(empty, 0).contiguous()
     if cpu.takes(q):
         found = [x.new_zeros(x.shape) for x in (q, *keys, *values)]
-        cpu.backward(q, keys, values, bias, None, (tiles, spans, None, sources), scale, grad, delta, lse, found)
+        cpu.backward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, grad, delta, lse, found)
         return found
     return reference.backward(grad, delta, lse, q, keys, values, bias, tiles, spans, sources, scale)
 
 
 @attention.register_fake
-def _(q, keys, values, bias, tiles, spans, sources, scale):
+def _(q, keys, values, *about):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2])
 
 
@@ -103,7 +103,7 @@ def _(grad, dlse, q, keys, values, *about):
 
 
 def _save(ctx, inputs, output):
-    q, keys, values, bias, tiles, spans, ctx.sources, ctx.scale = inputs
+    q, keys, values, bias, tiles, spans, *ctx.about = inputs
     ctx.save_for_backward(q, bias, tiles, spans, *output, *keys, *values)
     ctx.set_materialize_grads(False)
 
@@ -113,9 +113,9 @@ def _gradient(ctx, grad, dlse):
     m = len(rest) // 2
     grad = torch.zeros_like(out) if grad is None else grad
     found = attention_backward(
-        grad, dlse, q, rest[:m], rest[m:], bias, tiles, spans, out, lse, ctx.sources, ctx.scale
+        grad, dlse, q, rest[:m], rest[m:], bias, tiles, spans, out, lse, *ctx.about
     )  # fmt: skip
-    return found[0], found[1 : 1 + m], found[1 + m :], *[None] * 5
+    return found[0], found[1 : 1 + m], found[1 + m :], *[None] * 6
 
 
 def _no_second_derivative(ctx, *grads):
@@ -127,11 +127,12 @@ attention_backward.register_autograd(_no_second_derivative)
 
 
 @register_flop_formula(torch.ops.subquad.runs, get_raw=True)
-def _flops(q, keys, values, bias, tiles, spans, *args, **kwargs) -> int:
-    pairs = int((tiles[:, 1:] * spans[:, :, 1]).sum())
+def _flops(q, keys, values, bias, tiles, spans, sources, scale, pairs, *args, **kwargs) -> int:
     return 4 * q.shape[0] * q.shape[2] * pairs
 
 
 @register_flop_formula(torch.ops.subquad.runs_backward, get_raw=True)
-def _backward_flops(grad, dlse, q, keys, values, bias, tiles, spans, *args, **kwargs) -> int:
-    return 5 * _flops(q, keys, values, bias, tiles, spans) // 2
+def _backward_flops(
+    grad, dlse, q, keys, values, bias, tiles, spans, out, lse, sources, scale, pairs, *args, **kwargs
+) -> int:  # fmt: skip
+    return 10 * q.shape[0] * q.shape[2] * pairs

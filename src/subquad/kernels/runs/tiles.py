@@ -2,12 +2,13 @@
 
 The keys of several short runs are gathered side by side, up to KEYS of them, so that one product gives the scores of
 all: the transposed keys, the values and the queries of a tile are copied to memory that stays in the cache, from
-wherever `order` says that they stand. A row's state is (largest score m, total l of exp(score - m), sum of
-exp(score - m)·value); (out, lse) of a row are the state (lse, 1, out), so that one launch goes on where another ended.
+wherever `asks` (queries) and `order` (keys) say that they stand. A row's state is (largest score m, total l of
+exp(score - m), sum of exp(score - m)·value); (out, lse) of a row are the state (lse, 1, out), so that one launch goes
+on where another ended.
 
-A matrix is (address, stride of instances, stride of rows) in entries. A row of `tiles` is (first query, how many), a
-row of `spans` (first key, how many, last, self): query i of the tile sees key j of the run where j ≤ i + last and
-j ≠ i + self.
+A matrix is (address, stride of instances, stride of rows) in entries. A row of `tiles` is (first query, how many,
+`most` at most), a row of `spans` (first key, how many, last, self): query i of the tile sees key j of the run where
+j ≤ i + last and j ≠ i + self.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import numba
 import numpy as np
 
 from subquad.kernels.parallel import exp, inline, kernel
-from subquad.kernels.vectors import BYTES, dot, largest, multiply, multiply_add, scale_row, transpose
+from subquad.kernels.vectors import BYTES, exp_row, largest, scale_row, transpose
+from subquad.kernels.vectors import call_multiply as multiply
+from subquad.kernels.vectors import call_multiply_add as multiply_add
 
 ROWS = 24  # of a product: four times the rows that it keeps in registers
 KEYS = 128  # that are gathered together
-MOST = 192  # queries of a tile
 
 FIRST, COUNT, LAST, SELF = range(4)  # of a span
 
@@ -82,7 +84,7 @@ def _hide(s, many, r0, spans, t, p, begin, end, column, bias, shift, order, g):
         for j in range(max(0, r0 + i + last + 1 - begin), count):
             row[column + j] = nothing
         at = r0 + i + own - begin
-        if 0 <= at and at < count:
+        if at >= 0 and at < count:
             row[column + at] = nothing
         for j in range(count, padded):
             row[column + j] = nothing
@@ -112,12 +114,7 @@ def _exponentiate(like, row, address, columns, top, total):
             row[j] = zero
         return new, total, one
     less = exp(top - new) if total != zero else zero
-    more = zero
-    for j in range(columns):
-        weight = exp(row[j] - new)
-        row[j] = weight
-        more += weight
-    return new, total * less + more, less
+    return new, total * less + exp_row(new, address, columns), less
 
 
 @inline
@@ -144,27 +141,28 @@ def _absorb(like, size, width, rows, columns, rows_q, kt, rows_v, s, sums, top, 
 
 @kernel
 def forward(
-    like, size, width, work, tiles, spans, sources, shifts, order, q, keys, values, bias, out, lse, scale, fresh
+    like, size, width, most, work, tiles, spans, sources, shifts, asks, order, q, keys, values, bias, out, lse,
+    scale, fresh,
 ):  # fmt: skip
     """out and lse of the queries of all tiles; a row of `work` is a task: (instance, first tile, behind the last)."""
     nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
     for task in numba.prange(len(work)):
         g, begin, end = work[task]
-        rows_q, sums = np.empty((MOST, width), like.dtype), np.empty((MOST, width), like.dtype)
-        top, total = np.empty(MOST, like.dtype), np.empty(MOST, like.dtype)
+        rows_q, sums = np.empty((most, width), like.dtype), np.empty((most, width), like.dtype)
+        top, total = np.empty(most, like.dtype), np.empty(most, like.dtype)
         rows_k, rows_v = np.empty((KEYS, width), like.dtype), np.empty((KEYS, width), like.dtype)
         kt, s = np.empty((width, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)
         pieces = np.empty((KEYS, 3), np.int64)
         for t in range(begin, end):
             first, rows = tiles[t, 0], tiles[t, 1]
-            _copy(like, size, width, q, order, g, first, rows, scale, rows_q.ctypes.data)
+            _copy(like, size, width, q, asks, g, first, rows, scale, rows_q.ctypes.data)
             for r in range(rows):
-                before = nothing if fresh else lse[g, _row(order, g, first + r)]
+                before = nothing if fresh else lse[g, _row(asks, g, first + r)]
                 top[r], total[r] = before, zero if before == nothing else one
             if fresh:
                 sums[:rows] = zero
             else:
-                _copy(like, size, width, out, order, g, first, rows, one, sums.ctypes.data)
+                _copy(like, size, width, out, asks, g, first, rows, one, sums.ctypes.data)
             p, done = 0, 0
             while p < spans.shape[1]:
                 p, done, columns, number = _fill(like, size, width, spans, t, p, done, sources, keys, values, order, g,
@@ -173,7 +171,7 @@ def forward(
                     _absorb(like, size, width, rows, columns, rows_q, kt, rows_v, s, sums, top, total,
                             spans, t, pieces, number, bias, shifts, order, g)  # fmt: skip
             for r in range(rows):
-                row, share = _row(order, g, first + r), one / total[r] if total[r] != zero else zero
+                row, share = _row(asks, g, first + r), one / total[r] if total[r] != zero else zero
                 scale_row(share, _address(out, g, row, size), sums.ctypes.data + r * width * size, width)
                 lse[g, row] = top[r] + np.log(total[r]) if total[r] != zero else nothing
 
@@ -193,7 +191,7 @@ def _add_rows(like, size, width, spans, t, pieces, number, sources, matrices, or
 
 @kernel
 def backward(
-    like, size, width, work, tiles, spans, sources, shifts, order, q, keys, values, bias, scale,
+    like, size, width, most, work, tiles, spans, sources, shifts, asks, order, q, keys, values, bias, scale,
     dout, delta, lse, dq, dkeys, dvalues,
 ):  # fmt: skip
     """dq, dkeys and dvalues += the shares of all tiles, given lse (G, n), inf where a row saw nothing, and delta =
@@ -202,8 +200,8 @@ def backward(
     zero, one = like.dtype.type(0), like.dtype.type(1)
     for task in numba.prange(len(work)):
         g, begin, end = work[task]
-        rows_q, rows_g = np.empty((MOST, width), like.dtype), np.empty((MOST, width), like.dtype)
-        sums, base, less = np.empty((MOST, width), like.dtype), np.empty(MOST, like.dtype), np.empty(MOST, like.dtype)
+        rows_q, rows_g = np.empty((most, width), like.dtype), np.empty((most, width), like.dtype)
+        sums, base, less = np.empty((most, width), like.dtype), np.empty(most, like.dtype), np.empty(most, like.dtype)
         rows_k, rows_v = np.empty((KEYS, width), like.dtype), np.empty((KEYS, width), like.dtype)
         dk, dv = np.empty((KEYS, width), like.dtype), np.empty((KEYS, width), like.dtype)
         kt, vt = np.empty((width, KEYS), like.dtype), np.empty((width, KEYS), like.dtype)
@@ -212,10 +210,10 @@ def backward(
         st, dst = s.ctypes.data, ds.ctypes.data
         for t in range(begin, end):
             first, rows = tiles[t, 0], tiles[t, 1]
-            _copy(like, size, width, q, order, g, first, rows, scale, rows_q.ctypes.data)
-            _copy(like, size, width, dout, order, g, first, rows, one, rows_g.ctypes.data)
+            _copy(like, size, width, q, asks, g, first, rows, scale, rows_q.ctypes.data)
+            _copy(like, size, width, dout, asks, g, first, rows, one, rows_g.ctypes.data)
             for r in range(rows):
-                row = _row(order, g, first + r)
+                row = _row(asks, g, first + r)
                 base[r], less[r] = lse[g, row], delta[g, row]
             sums[:rows] = zero
             p, done = 0, 0
@@ -234,10 +232,9 @@ def backward(
                     gt, qt = rows_g.ctypes.data + at, rows_q.ctypes.data + at
                     multiply(like[0], many, columns, width, gt, width, 1, vt.ctypes.data, KEYS, dst, KEYS, size)
                     for i in range(many):
+                        exp_row(base[r0 + i], st + i * KEYS * size, columns)
                         for j in range(columns):
-                            weight = exp(s[i, j] - base[r0 + i])
-                            s[i, j] = weight
-                            ds[i, j] = weight * (ds[i, j] - less[r0 + i])
+                            ds[i, j] = s[i, j] * (ds[i, j] - less[r0 + i])
                     into = sums.ctypes.data + at
                     multiply_add(
                         like[0], many, width, columns, dst, KEYS, 1, rows_k.ctypes.data, width, into, width, size
@@ -247,7 +244,7 @@ def backward(
                 _add_rows(like, size, width, spans, t, pieces, number, sources, dkeys, order, g, dk)
                 _add_rows(like, size, width, spans, t, pieces, number, sources, dvalues, order, g, dv)
             for r in range(rows):
-                row = _address(dq, g, _row(order, g, first + r), size)
+                row = _address(dq, g, _row(asks, g, first + r), size)
                 here = sums.ctypes.data + r * width * size
                 scale_row(scale, here, here, width)
                 multiply_add(like[0], 1, width, 1, like.ctypes.data, 1, 1, here, width, row, width, size)
