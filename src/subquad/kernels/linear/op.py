@@ -46,11 +46,12 @@ def sums(
     """a (G, n, f), b (G, m, f), v (G, m, d) → out (G, n, d) and its denominators (G, n)."""
     if cpu.takes(a, v, scales):
         return cpu.forward(a, b, v, causal, normalise, elu)
-    if elu:
-        a, b = elu_plus_one(a), elu_plus_one(b)
+    x, y = (elu_plus_one(a), elu_plus_one(b)) if elu else (a, b)
     if causal:
-        return chunks.causal_forward(a.contiguous(), b.contiguous(), v.contiguous(), scales, normalise)
-    return chunks.whole_forward(a, b, v, normalise)
+        out, den = chunks.causal_forward(x.contiguous(), y.contiguous(), v.contiguous(), scales, normalise)
+    else:
+        out, den = chunks.whole_forward(x, y, v, normalise)
+    return cpu.empty_output(a, v).copy_(out), den
 
 
 @torch.library.custom_op("subquad::kernel_sums_backward", mutates_args=())
@@ -75,17 +76,18 @@ def sums_backward(
         da, db, dv = chunks.causal_backward(grad.contiguous(), x, y, z, scales, out, den, normalise)
     else:
         da, db, dv = chunks.whole_backward(grad, x, y, v, out, den, normalise)
-    return (da * x.clamp(max=1), db * y.clamp(max=1), dv) if elu else (da, db, dv)
+    da, db = (da * x.clamp(max=1), db * y.clamp(max=1)) if elu else (da, db)
+    return torch.empty_like(a).copy_(da), torch.empty_like(b).copy_(db), torch.empty_like(v).copy_(dv)
 
 
 @sums.register_fake
 def _(a, b, v, scales, causal, normalise, elu):
-    return v.new_empty(*a.shape[:2], v.shape[2]), v.new_empty(a.shape[:2])
+    return cpu.empty_output(a, v), v.new_empty(a.shape[:2])
 
 
 @sums_backward.register_fake
 def _(grad, a, b, v, *about):
-    return a.new_empty(a.shape), b.new_empty(b.shape), v.new_empty(v.shape)
+    return torch.empty_like(a), torch.empty_like(b), torch.empty_like(v)
 
 
 def _save(ctx, inputs, output):

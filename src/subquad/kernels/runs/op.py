@@ -56,11 +56,12 @@ def attention(
     scale: float,
     pairs: int,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -torch.inf)
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)  # in the order of the memory of q
     if cpu.takes(q):
         cpu.forward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, out, lse, True)
         return out, lse
-    return reference.forward(q, keys, values, bias, tiles, spans, sources, scale)
+    found, lse = reference.forward(q, keys, values, bias, tiles, spans, sources, scale)
+    return out.copy_(found), lse
 
 
 @torch.library.custom_op("subquad::runs_backward", mutates_args=())
@@ -86,20 +87,21 @@ def attention_backward(
     empty = lse == -torch.inf
     lse, delta = lse.masked_fill(empty, torch.inf), delta.masked_fill(empty, 0).contiguous()
     if cpu.takes(q):
-        found = [x.new_zeros(x.shape) for x in (q, *keys, *values)]
+        found = [torch.zeros_like(x) for x in (q, *keys, *values)]
         cpu.backward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, grad, delta, lse, found)
         return found
-    return reference.backward(grad, delta, lse, q, keys, values, bias, tiles, spans, sources, scale)
+    found = reference.backward(grad, delta, lse, q, keys, values, bias, tiles, spans, sources, scale)
+    return [torch.empty_like(x).copy_(dx) for x, dx in zip((q, *keys, *values), found, strict=True)]
 
 
 @attention.register_fake
 def _(q, keys, values, *about):
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2])
+    return torch.empty_like(q), q.new_empty(q.shape[:2])
 
 
 @attention_backward.register_fake
 def _(grad, dlse, q, keys, values, *about):
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *keys, *values)]
+    return [torch.empty_like(x) for x in (q, *keys, *values)]
 
 
 def _save(ctx, inputs, output):

@@ -57,7 +57,7 @@ def backward(
         for total, where, change in changes:
             total.index_add_(1, where.flatten(), change.flatten(1, 2))
     counts = [x.shape[1] for x in keys]
-    return [x.clone() for x in (dq[:, :-1], *dk[:, :-1].split(counts, 1), *dv[:, :-1].split(counts, 1))]
+    return [dq[:, :-1], *dk[:, :-1].split(counts, 1), *dv[:, :-1].split(counts, 1)]
 
 
 def _joined(keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
