@@ -61,7 +61,7 @@ def test_kernel_sums_are_the_matrix_of_scores(n, causal, scaled, normalise, seed
 def test_kernel_sums_pass_opcheck(causal):
     a, b, v = (torch.rand(2, 9, f, requires_grad=True) for f in (5, 5, 3))
     scales = torch.rand(2, 9).cumsum(-1) if causal else None
-    results = torch.library.opcheck(torch.ops.subquad.kernel_sums.default, (a, b, v, scales, causal, True))
+    results = torch.library.opcheck(torch.ops.subquad.kernel_sums.default, (a, b, v, scales, causal, True, False))
     assert set(results.values()) == {"SUCCESS"}
 
 

@@ -20,6 +20,8 @@ QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they 
 class Projections:
     """The layer's input projections, for mechanisms that work on tokens: tokens (B, n, E) → heads (B, H, n, d)."""
 
+    affine = True  # a weighted sum of tokens may be taken before or after them
+
     def __init__(self, layer: MultiheadAttention) -> None:
         self.layer = layer
 

@@ -4,8 +4,10 @@
 
 Each of ours is a `MultiheadAttention` layer and each peer a module on tokens (B, n, E), with its projections; a peer
 that has no output projection of its own gets one. A round runs full attention, ours and the peer one after the other,
-so that a slow moment of the machine hits all of them; the best of several rounds counts. Sizes (window, landmarks …)
-are the same on both sides. No peer is imported before it is measured, and nothing else in the package imports one.
+so that a slow moment of the machine hits all of them; the best of several rounds counts. So do the four projections
+alone: their share of the peer's time is the least that a ratio can be where nothing of them can be saved. Sizes
+(window, landmarks …) are the same on both sides. No peer is imported before it is measured, and nothing else in the
+package imports one.
 
 crossover: the shortest of the lengths 256, 512, … at which our layer is faster than a layer of full attention, and also
 at the next one.
@@ -80,6 +82,7 @@ class PeerRow:
     full_seconds: float
     ratio: float
     bar: float
+    projections_seconds: float  # of the four projections alone, which both sides have
     crossover: int | None = None  # None = none of the lengths tried
     tried: tuple[int, ...] = ()  # lengths at which a crossover was looked for
 
@@ -99,6 +102,17 @@ class _Tokens(nn.Module):
         found = self.inner(x, **self.given)
         found = found if isinstance(found, Tensor) else found[0]
         return found if self.out is None else self.out(found)
+
+
+class Projections(nn.Module):
+    """What no layer can do without: queries, keys and values in one product, and the output."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.into(x)[..., : x.shape[2]])
 
 
 def _width(setting: Setting) -> int:
@@ -344,6 +358,7 @@ def _measure(peer: Peer, setting: Setting, n: int, repeats: int, tell: Callable[
     data = make_inputs("layer", n, setting)
     subjects = [make_step(spec, "layer", n, setting, data) for spec in (FULL, peer.spec)]
     subjects.append(peer_step(peer, n, setting, data))
+    subjects.append(Step("projections", "head", Projections(_width(setting)).to(**setting.place), *data))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for turn in range(repeats + 1):  # the first one warms up
@@ -353,11 +368,11 @@ def _measure(peer: Peer, setting: Setting, n: int, repeats: int, tell: Callable[
                     subject.clock()
                 else:
                     subject()
-    full, ours, theirs = (subject.seconds for subject in subjects)
+    full, ours, theirs, projections = (subject.seconds for subject in subjects)
     return PeerRow(
         peer=peer.name, package=peer.package, version=peer.version, spec=peer.spec, causal=peer.causal, n=n,
         backward=setting.backward, repeats=repeats, seconds=ours, peer_seconds=theirs, full_seconds=full,
-        ratio=ours / theirs, bar=peer.bar,
+        ratio=ours / theirs, bar=peer.bar, projections_seconds=projections,
     )  # fmt: skip
 
 
@@ -409,22 +424,25 @@ def as_markdown(content: dict[str, Any]) -> str:
         f"{machine['processor']}, {machine['threads']} threads, torch {content['versions']['torch']}; batch "
         f"{setting['batch']}, {setting['heads']} heads × {setting['head_dim']}, float32.",
         "",
-        "| peer | package | ours | n | forward, ms: ours / peer | ratio | + backward, ms | ratio | pays from |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| peer | package | ours | n | forward, ms: ours / peer | ratio | least | + backward, ms | ratio | least "
+        "| pays from |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, n), both in rows.items():
-        cells = []
-        for backward in (False, True):
-            row = both.get(backward)
-            pair = (
-                "– | –" if row is None else f"{_ms(row['seconds'])} / {_ms(row['peer_seconds'])} | {row['ratio']:.2f}"
-            )
-            cells.append(pair)
         one = both.get(False) or both[True]
         pays = "–" if not one["tried"] else str(one["crossover"] or f"beyond {one['tried'][-1]}")
         package, way = f"{one['package']} {one['version']}", ", causal" if one["causal"] else ""
-        lines.append(f"| {name} | {package} | `{one['spec']}`{way} | {n} | {' | '.join(cells)} | {pays} |")
+        cells = " | ".join(_cells(both.get(backward)) for backward in (False, True))
+        lines.append(f"| {name} | {package} | `{one['spec']}`{way} | {n} | {cells} | {pays} |")
     return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any] | None) -> str:
+    """Times, their ratio, and the share of the projections in the peer's time."""
+    if row is None:
+        return "– | – | –"
+    times = f"{_ms(row['seconds'])} / {_ms(row['peer_seconds'])}"
+    return f"{times} | {row['ratio']:.2f} | {row['projections_seconds'] / row['peer_seconds']:.2f}"
 
 
 def _ms(seconds: float) -> str:

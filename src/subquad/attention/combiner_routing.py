@@ -55,6 +55,7 @@ class CombinerRouting(Routing):
         return Replay()
 
     def combine(self, q: Tensor, k: Tensor, v: Tensor, clusters: Clusters, call: Call) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # as the running pools take them
         is_max, causal, scale = self.abstraction.pool == "max", self.options.causal, self.options.softmax_scale
         where = (clusters.cluster, clusters.real, self.clusters)
         query, key = (cluster_prefix(x, *where, is_max) for x in self.abstraction(q, k))  # (B·H, n, d)

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from subquad.attention.base import Call
 from subquad.attention.hca import HCA, CompressedOptions, Compressor, project, rotate
 from subquad.core.options import option
-
-AT_ONCE = 1 << 24  # scores of the index at a time
+from subquad.kernels.compressed import index_choice
 
 
 class Index(nn.Module):
@@ -39,14 +38,11 @@ class Index(nn.Module):
         self.compress = Compressor(width, size, options.rate, overlap=True, options=self.options)
 
     @torch.no_grad()
-    def scores(self, x: Tensor, small: Tensor, rows: slice) -> Tensor:
-        """I of the queries `rows`, (B, r, m), from the small entries (B, m, c)."""
-        tokens, size = x[:, rows], self.options.head_dim
-        place = torch.arange(x.shape[1], device=x.device)[rows]
-        u = project(tokens, self.queries).unflatten(-1, (-1, size)).transpose(1, 2)  # (B, h, r, c)
-        u = rotate(u, place, self.options)
-        gates = project(tokens, self.gates).mT[..., None]  # (B, h, r, 1)
-        return ((u @ small[:, None].mT).relu_() * gates).sum(1)
+    def choose(self, x: Tensor, small: Tensor, possible: Tensor, count: int) -> Tensor:
+        """The entries that the queries of tokens x (B, n, E) see, bool (B, n, m), from the small entries (B, m, c)."""
+        u = project(x, self.queries).unflatten(-1, (-1, self.options.head_dim)).transpose(1, 2)  # (B, h, n, c)
+        u = rotate(u, torch.arange(x.shape[1], device=x.device), self.options)
+        return index_choice(u, project(x, self.gates).mT, small, possible, count)
 
 
 class CSA(HCA):
@@ -84,12 +80,7 @@ class CSA(HCA):
             return possible
         with torch.no_grad():
             small = self.index.compress(y, call.key_mask).rows  # (B, m, c)
-        step = max(1, AT_ONCE // (len(x) * self.index.gates.out_features * exist.shape[1]))
-        found = []
-        for first in range(0, x.shape[1], step):
-            rows = slice(first, first + step)
-            found.append(_best(self.index.scores(x, small, rows), possible[:, rows], count))
-        return torch.cat(found, 1)
+        return self.index.choose(x, small, possible.expand(len(x), -1, -1).contiguous(), count)
 
     def picture(self, n: int) -> Tensor:
         """With the latest entries; the real ones depend on the tokens."""
@@ -102,12 +93,3 @@ class CSA(HCA):
         o = self.options
         near = n * min(o.window, n) + n * min(o.topk, n // o.rate)
         return float(near + n * (n // o.rate) / 2)
-
-
-def _best(scores: Tensor, possible: Tensor, count: int) -> Tensor:
-    """The `count` best of the possible entries, bool (B, r, m); of equal ones the earlier."""
-    scores = scores.masked_fill(~possible, -torch.inf)
-    last = scores.topk(count, -1).values[..., -1:]  # (B, r, 1)
-    better, equal = scores > last, scores == last
-    room = count - better.sum(-1, keepdim=True)
-    return (better | (equal & (equal.cumsum(-1) <= room))) & possible

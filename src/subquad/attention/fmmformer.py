@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Call
 from subquad.attention.full import drop_keys, masked_map
-from subquad.attention.linear import elu_plus_one
 from subquad.attention.outputs import within_rows
 from subquad.attention.patterns import FamilySees
 from subquad.attention.states.keys import Keys
@@ -33,7 +32,7 @@ from subquad.attention.states.state import Memory
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.linear import kernel_sums
-from subquad.kernels.linear.reference import kernel_weights, normalised
+from subquad.kernels.linear.reference import elu_plus_one, kernel_weights, normalised
 from subquad.kernels.merge import merge_attention
 from subquad.probability import Softmax
 from subquad.supports.patterns import Longformer

@@ -29,17 +29,19 @@ from subquad.attention.outputs import within_rows
 from subquad.core.numbers import settled
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
+from subquad.kernels.runs import Runs, attend_runs
+from subquad.kernels.runs.op import EVERYTHING
 
 ABSENT = -1e30  # the logarithm of 0, as a number
 
 
 class _Level(NamedTuple):
-    """Means over groups of tokens."""
+    """Means over groups of tokens; G = B·H sequences."""
 
-    q: Tensor  # (B, H, m, d), of the groups; causal always of the tokens
+    q: Tensor  # (G, m, d), of the groups; causal always of the tokens
     k: Tensor
     v: Tensor
-    sizes: Tensor  # (B or 1, 1, m): how many tokens a group has
+    bias: Tensor | None  # (G or 1, m): the logarithm of how many tokens a group has; None = 0
 
 
 class HTransformer(Attention):
@@ -72,56 +74,45 @@ class HTransformer(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
-        n = settled(q.shape[2], self.name, "the number of levels", "use another mechanism")
-        count = self.levels(n)
-        rest = -n % (self.options.block << (count - 1))
-        q, k, v = (F.pad(x.to(work), (0, 0, 0, rest)) for x in (q, k, drop_keys(v, call)))
-        mask = torch.ones(1, n, dtype=torch.bool, device=q.device) if call.key_mask is None else call.key_mask
-        real = F.pad(mask, (0, rest))[:, None].to(work)  # (B or 1, 1, m)
-        levels = [_Level(q, k, v, real)]
-        for _ in range(count - 1):
-            levels.append(_coarser(levels[-1], move_queries=not self.options.causal))
-        out, lse = self._on_level(levels[-1], count - 1)  # (B, H, rows, d), (B, H, rows)
-        for number in reversed(range(count - 1)):
-            out, lse = _merged((out, lse), self._on_level(levels[number], number))
-        out = within_rows(out[:, :, :n], call)
-        return (out if call.key_mask is None else out * self._someone(call.key_mask)[:, None, :, None]).to(kind)
+        x, y, z = (t.to(work).flatten(0, 1) for t in (q, k, drop_keys(v, call)))  # (G, n, d)
+        levels = self._levels(x, y, z, call.key_mask)
+        out = self._causal(levels) if self.options.causal else self._both_ways(levels)
+        return within_rows(out.unflatten(0, q.shape[:2]), call).to(kind)
 
-    def _someone(self, mask: Tensor) -> Tensor:
-        """Which queries see a real token, bool (B, n)."""
-        return (mask.cumsum(1) > 0) if self.options.causal else mask.any(1, keepdim=True).expand_as(mask)
+    def _levels(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[_Level]:
+        """All levels, the finest first. Sums of groups are sums of the sums of two."""
+        n = settled(q.shape[1], self.name, "the number of levels", "use another mechanism")
+        causal = self.options.causal
+        real = torch.ones(1, n, dtype=q.dtype, device=q.device) if mask is None else mask.to(q.dtype)  # (B or 1, n)
+        real = real if len(real) == 1 else real.repeat_interleave(len(q) // len(real), 0)  # (G or 1, n)
+        found = [_Level(q, k, v, None if mask is None else real.log())]
+        sums = [k, v] if causal else [k, v, q if mask is None else q * real[..., None]]  # padding is 0 in k and v
+        for _ in range(self.levels(n) - 1):
+            real, *sums = (_pairs(x) for x in (real[..., None], *sums))
+            real = real[..., 0]
+            means = [x / real.clamp(min=1)[..., None] for x in sums]
+            found.append(_Level(q if causal else means[2], means[0], means[1], real.log()))
+        return found
 
-    def _on_level(self, level: _Level, number: int) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp of the pairs of one level; ABSENT where there are none."""
-        size = self.options.block
-        rows = size << number if self.options.causal else size  # rows of a block of queries
-        sides = tuple(side for side in (-1, 0, 1) if (side or not number) and (side < 1 or not self.options.causal))
-        q, k, v = (x.unflatten(2, (-1, length)) for x, length in zip(level[:3], (rows, size, size), strict=True))
-        k, v = _neighbours(k * self.options.softmax_scale, sides), _neighbours(v, sides)  # (B, H, N, sides·block, d)
-        count = _neighbours(level.sizes.unflatten(2, (-1, size))[..., None], sides)[..., 0]  # (B or 1, 1, N, keys)
-        bias = torch.where(count > 0, count.clamp(min=1).log(), ABSENT)[..., None, :]
-        bias = bias.masked_fill(~self._mask(rows, sides, number, q.device), ABSENT)  # (B or 1, 1, N, rows, keys)
-        scores = q @ k.mT + bias  # (B, H, N, rows, keys)
-        lse = scores.logsumexp(-1, keepdim=True)
-        out = (scores - lse).exp() @ v  # what stands in a row without a key is merged with weight 0
-        return out.flatten(2, 3), lse.flatten(2)
+    def _causal(self, levels: list[_Level]) -> Tensor:
+        """Blocks of queries against the means of all levels, under one softmax."""
+        bias = [x.bias if x.bias is not None else x.k.new_zeros(1, x.k.shape[1]) for x in levels]
+        whole = torch.cat([x.expand(max(len(t) for t in bias), -1) for x in bias], 1)
+        q, size = levels[0].q, self.options.block
+        runs = _causal_runs(q.shape[1], size, len(levels), q.device)
+        return attend_runs(q, [x.k for x in levels], [x.v for x in levels], runs, self.options.softmax_scale, whole)[0]
 
-    def _mask(self, rows: int, sides: tuple[int, ...], number: int, device: torch.device) -> Tensor:
-        """What a finer level has not seen, bool (rows, keys)."""
-        size = self.options.block
-        row = torch.arange(rows, device=device)[:, None]
-        key = torch.arange(size, device=device)
-        masks = []
-        for side in sides:
-            seen = torch.ones(rows, size, dtype=torch.bool, device=device)
-            if number == 0 and side == 0 and self.options.causal:
-                seen = key <= row
-            elif number > 0:  # the halves that touch were neighbours before
-                near_row = row < rows // 2 if side < 0 else row >= rows // 2
-                near_key = key >= size // 2 if side < 0 else key < size // 2
-                seen = ~(near_row & near_key)
-            masks.append(seen)
-        return torch.cat(masks, 1)
+    def _both_ways(self, levels: list[_Level]) -> Tensor:
+        """Level by level, from the coarsest on; a coarse row stands for two finer ones."""
+        size, scale, whole = self.options.block, self.options.softmax_scale, None
+        for number in reversed(range(len(levels))):
+            q, k, v, bias = levels[number]
+            runs = _runs_of_level(q.shape[1], size, number, q.device)
+            out, lse = attend_runs(q, [k], [v], runs, scale, bias)
+            here = out, lse.clamp(min=ABSENT)
+            whole = here if whole is None else _merged(whole, here)
+        assert whole is not None
+        return whole[0]
 
     # ---- the definition ----
 
@@ -153,26 +144,56 @@ class HTransformer(Attention):
         return float(rows * self.options.block * (1 if self.options.causal else 2))
 
 
-def _coarser(level: _Level, *, move_queries: bool) -> _Level:
-    """Means over pairs of groups, weighted by what is in them."""
-    count = level.sizes.unflatten(2, (-1, 2))  # (B or 1, 1, m/2, 2)
-    total = count.sum(-1)
-    share = (count / total.clamp(min=1)[..., None])[..., None]  # (B or 1, 1, m/2, 2, 1)
-    q, k, v = ((x.unflatten(2, (-1, 2)) * share).sum(3) if i or move_queries else x for i, x in enumerate(level[:3]))
-    return _Level(q, k, v, total)
+def _pairs(x: Tensor) -> Tensor:
+    """Sums of two rows each, the last may be alone: (G, m, d) → (G, ⌈m/2⌉, d)."""
+    x = F.pad(x, (0, 0, 0, 1)) if x.shape[1] % 2 else x
+    return x.unflatten(1, (-1, 2)).sum(2)
 
 
 def _merged(coarse: tuple[Tensor, Tensor], fine: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two levels under one softmax, (B, H, m or m/2, d) and (B, H, m, d): a coarse row stands for two fine ones."""
+    """Two levels under one softmax, (G, ⌈m/2⌉, d) and (G, m, d)."""
     (a, s), (b, t) = coarse, fine
-    halved = a.shape[2] < b.shape[2]
-    if halved:
-        a, s, b, t = a[:, :, :, None], s[..., None], b.unflatten(2, (-1, 2)), t.unflatten(2, (-1, 2))
-    out, lse = torch.lerp(a.expand_as(b), b, (t - s).sigmoid()[..., None]), torch.logaddexp(s, t)
-    return (out.flatten(2, 3), lse.flatten(2)) if halved else (out, lse)
+    m = b.shape[1]
+    s = s[..., None].expand(*s.shape, 2).flatten(1)[:, :m]  # (G, m)
+    a = a[:, :, None].expand(-1, -1, 2, -1).flatten(1, 2)[:, :m]
+    return torch.lerp(a, b, (t - s).sigmoid()[..., None]), torch.logaddexp(s, t)
 
 
-def _neighbours(x: Tensor, sides: tuple[int, ...]) -> Tensor:
-    """(B, H, N, s, d) → (B, H, N, sides·s, d): the blocks at these distances, 0 where there is none."""
-    padded, count = F.pad(x, (0, 0, 0, 0, 1, 1)), x.shape[2]
-    return torch.cat([padded[:, :, 1 + side : 1 + side + count] for side in sides], 3)
+# ---- who is on which level ----
+
+
+def _spans(first: Tensor, stop: Tensor, m: int, last: Tensor | None = None) -> Tensor:
+    """Runs of the keys first … stop - 1 that exist, (T, 4), seen by all queries unless `last` says otherwise."""
+    first, stop = first.clamp(min=0), stop.clamp(max=m)
+    last = torch.full_like(first, EVERYTHING) if last is None else last
+    return torch.stack((first, (stop - first).clamp(min=0), last, torch.full_like(first, -EVERYTHING)), -1)
+
+
+def _runs_of_level(m: int, size: int, number: int, device: torch.device) -> Runs:
+    """The m rows of a level, in blocks and, but for the finest, in halves of blocks: those that touch the neighbour see
+    only the half of it that does not touch them."""
+    step = size // 2 if number else size
+    first = torch.arange(0, m, step, device=device)
+    tiles = torch.stack((first, (m - first).clamp(max=step)), -1)
+    if not number:
+        return Runs(tiles, _spans(first - size, first + 2 * size, m)[:, None], (0,), 3 * size * m)
+    block, half = first // size * size, first // step % 2  # the first row of the block, and which half it is
+    before = _spans(block - size, block - step * (1 - half), m)
+    after = _spans(block + size + step * half, block + 2 * size, m)
+    return Runs(tiles, torch.stack((before, after), 1), (0, 0), 3 * step * m)
+
+
+def _causal_runs(n: int, size: int, levels: int, device: torch.device) -> Runs:
+    """Blocks of queries: their own block up to themselves, the one before, and on every level the block before theirs,
+    as far as no finer level has seen it."""
+    first = torch.arange(0, n, size, device=device)
+    rows, block = (n - first).clamp(max=size), first // size
+    begin = (first - size).clamp(min=0)
+    spans = [_spans(begin, first + rows, n, first - begin)]
+    m = n
+    for number in range(1, levels):
+        m, start = -(-m // 2), (block >> number) * size
+        touches = (block >> (number - 1)) % 2 == 0  # the half of the block that touches the one before
+        spans.append(_spans(start - size, torch.where(touches, start - size // 2, start), m))
+    pairs = n * (2 * size + 3 * size * (levels - 1) // 4)
+    return Runs(torch.stack((first, rows), -1), torch.stack(spans, 1), tuple(range(levels)), pairs)

@@ -21,7 +21,7 @@ from subquad.attention.full import drop_keys
 from subquad.attention.states.state import Memory
 from subquad.attention.states.sums import Sums
 from subquad.kernels.linear import kernel_sums
-from subquad.kernels.linear.reference import kernel_weights, normalised, smallest
+from subquad.kernels.linear.reference import elu_plus_one, kernel_weights, normalised, smallest
 
 LONG = 1024  # queries from which heads are worked on one after the other
 
@@ -42,6 +42,7 @@ class KernelAttention(Attention):
     exponent = 1.0
     positional = False
     boundary = "one matrix of sums per head"
+    at_once = False  # are all heads worked on together, however long the sequence?
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
         """q and k in at least float32."""
@@ -49,7 +50,7 @@ class KernelAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         v = drop_keys(v, call)
-        if any(x.requires_grad for x in (q, k, v)) or q.shape[2] < LONG:
+        if self.at_once or any(x.requires_grad for x in (q, k, v)) or q.shape[2] < LONG:
             return self._attend(q, k, v, call)
         out = torch.empty_like(q)  # a head at a time: its features stay in the cache
         for h in range(q.shape[1]):
@@ -127,6 +128,7 @@ class Linear(KernelAttention):
     capabilities = Capabilities(cross=True)
     paper = "Katharopoulos et al. 2020"
     cost = "n·d"
+    at_once = True  # its features are never written
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
@@ -136,7 +138,8 @@ class Linear(KernelAttention):
         a, b = elu_plus_one(q), elu_plus_one(k)
         return Features(a, b if call.key_mask is None else b * call.key_mask[:, None, :, None])
 
-
-def elu_plus_one(x: Tensor) -> Tensor:
-    """elu(x) + 1 = e^x for x ≤ 0, x + 1 beyond; adding the 1 last would round small values away."""
-    return x.clamp(max=0).exp() + x.relu()
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Where no key is missing, the operator makes the features."""
+        if call.key_mask is not None:
+            return super()._attend(q, k, v, call)
+        return kernel_sums(q, k, v, causal=self.options.causal, elu=True)

@@ -11,13 +11,14 @@ Choices. E and F start as N(0, 1/k). `share` has the paper's levels of sharing: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Call, Capabilities
+from subquad.attention.base import Call, Capabilities, Record, Rows
 from subquad.attention.full import sdpa
 from subquad.attention.outputs import OutputAttention, within_rows
 from subquad.core.options import Options as BaseOptions
@@ -59,6 +60,26 @@ class Linformer(OutputAttention):
         out = sdpa(q.to(work), keys, values, None, causal=False, scale=self.options.softmax_scale, call=call)
         return within_rows(out, call).to(q.dtype)
 
+    def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False):
+        """E (X W) = (E X) W: the tokens are projected along the sequence first, so that only k of them are projected to
+        keys and values."""
+        whole = key_mask is None and self.across is None and query.dtype in (torch.float32, torch.float64)
+        if not (whole and getattr(project, "affine", False)) or self.options.share == "none" or want_record:
+            return super().attend_tokens(
+                query, key, value, project, key_mask, seed, want_record=want_record
+            )  # fmt: skip
+        q, n = project.queries(query), key.shape[1]
+        self._validate(q, q, q, None)
+        self._validate_lengths(query.shape[1], n)
+        e = self.project_keys[0, :, :n]
+        f = e if self.project_values is None else self.project_values[0, :, :n]
+        keys, values = (
+            _affine(get, m, x).to(q.dtype) for get, m, x in ((project.keys, e, key), (project.values, f, value))
+        )
+        call = self._call(Rows(None, None, None, None), seed, n)
+        out = sdpa(q, keys, values, None, causal=False, scale=self.options.softmax_scale, call=call)
+        return out.transpose(1, 2).flatten(2), Record()
+
     def define_output(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         e = self.project_keys.to(q.dtype)
         f = e if self.project_values is None else self.project_values.to(q.dtype)
@@ -72,3 +93,9 @@ class Linformer(OutputAttention):
 
     def connections(self, n: int) -> float:
         return float(n * self.options.k)
+
+
+def _affine(project: Callable[[Tensor], Tensor], mix: Tensor, x: Tensor) -> Tensor:
+    """mix · project(x), for mix (k, n) and tokens x (B, n, E): (B, H, k, d). A bias is mixed like everything else."""
+    bias = project(x.new_zeros(1, 1, x.shape[2]))  # (1, H, 1, d)
+    return project(mix.to(x.dtype) @ x) + (mix.sum(1, keepdim=True) - 1) * bias

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Call, Capabilities
 from subquad.attention.full import drop, sdpa
-from subquad.attention.linear import elu_plus_one
 from subquad.attention.outputs import OutputAttention
 from subquad.attention.states.several import Packed
 from subquad.attention.states.state import Memory
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.linear import kernel_sums
+from subquad.kernels.linear.reference import elu_plus_one
 
 
 class Luna(OutputAttention):

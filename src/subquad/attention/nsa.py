@@ -34,7 +34,9 @@ from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import spans_with_members
-from subquad.kernels.selected import selected_attention
+from subquad.kernels.runs import Runs, attend_runs
+from subquad.kernels.runs.op import EVERYTHING
+from subquad.kernels.selected import block_choice, selected_attention
 from subquad.supports.patterns import Longformer
 from subquad.supports.support import text_of
 
@@ -99,66 +101,66 @@ class NSA(OutputAttention):
         kind, work, o = q.dtype, torch.promote_types(q.dtype, torch.float32), self.options
         q, k, v = q.to(work), k.to(work), v.to(work)
         gates = (q @ self.gates.to(work) + self.gate_bias.to(work)[:, None]).sigmoid()  # (B, H, n, 3)
-        coarse, weights = self._compressed(q, k, v, call)
+        coarse, chosen = self._compressed(q, k, v, call)
         v = drop_keys(v, call)
         about: dict[str, Any] = {"lengths": call.lengths, "scale": o.softmax_scale}
-        chosen = self._choose(weights.detach(), call)
         fine = selected_attention(q, k, v, chosen, block=o.block, key_mask=call.key_mask, **about)
         near = merge_attention(q, [k], [v], self.sliding, "union", q.shape[2], valid=[call.exists], **about)
         out = gates[..., :1] * coarse + gates[..., 1:2] * fine + gates[..., 2:] * near
         return within_rows(out, call).to(kind)
 
     def _compressed(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """The output of the compressed branch (B, H, n, d), and its weights (B, H, n, T)."""
-        o, n = self.options, q.shape[2]
+        """The output of the compressed branch (B, H, n, d), and the blocks that are selected beside the own one,
+        int64 (B, H, n, t), -1 = none."""
+        o, (b, h, n, d) = self.options, q.shape
         count = max(0, (n - o.compress) // o.stride + 1)  # complete blocks
-        if not count:
-            return torch.zeros_like(q), q.new_zeros(*q.shape[:3], 0)
-        keys, values = (
-            mlp(x.unfold(2, o.compress, o.stride).mT)  # (B, H, T, l, d) → (B, H, T, d)
-            for mlp, x in ((self.compress_keys, k), (self.compress_values, v))
-        )
-        end = torch.arange(count, device=q.device) * o.stride + o.compress - 1
-        seen = end <= torch.arange(n, device=q.device)[:, None]  # (n, T)
-        if call.key_mask is not None:
-            seen = seen & call.key_mask.unfold(1, o.compress, o.stride).any(-1)[:, None, None]  # (B, 1, n, T)
-        scores = (q @ keys.mT * o.softmax_scale).masked_fill(~seen, torch.finfo(q.dtype).min)
-        weights = scores.softmax(-1) * seen
+        keys, values = q.new_zeros(b, h, count, d), q.new_zeros(b, h, count, d)
+        if count:
+            keys, values = (
+                mlp(x.unfold(2, o.compress, o.stride).mT)  # (B, H, T, l, d) → (B, H, T, d)
+                for mlp, x in ((self.compress_keys, k), (self.compress_values, v))
+            )
         if call.dropout:
             assert call.seed is not None
             values = drop_keys(values, call._replace(key_mask=None, seed=call.seed + 1))
-        return weights @ values, weights
+        x, y, z = (t.flatten(0, 1) for t in (q, keys, values))  # (G, n, d), (G, T, d)
+        there = None
+        if call.key_mask is not None:  # bool (G, T)
+            there = call.key_mask.unfold(1, o.compress, o.stride).any(-1) if count else call.key_mask[:, :0]
+            there = there.repeat_interleave(h, 0)
+        coarse = torch.zeros_like(q)
+        if count:
+            bias = None if there is None else torch.zeros_like(there, dtype=q.dtype).masked_fill_(~there, -torch.inf)
+            runs = self._complete(n, count, q.device)
+            coarse = attend_runs(x, [y], [z], runs, o.softmax_scale, bias)[0].unflatten(0, (b, h))
+        return coarse, self._choose(x, y, there, call).unflatten(0, (b, h))
 
-    def _choose(self, weights: Tensor, call: Call) -> Tensor:
-        """The blocks beside the own one, int64 (B, H, n, t), -1 = none. weights (B, H, n, T) without a gradient."""
-        o, n = self.options, weights.shape[2]
-        count = -(-n // o.block)
-        importance = self._importance(weights, count)  # (B, H, n, N)
-        own = torch.arange(n, device=weights.device)[:, None] // o.block
-        number = torch.arange(count, device=weights.device)
-        importance = importance + self._forced * ((number == 0) | (number == own - 1))
-        allowed = number < own  # (n, N)
+    def _complete(self, n: int, count: int, device: torch.device) -> Runs:
+        """Stretches of `stride` queries and the compressed blocks that are complete before they end."""
+        o, number = self.options, torch.arange(count, device=device)
+        first = number * o.stride + o.compress - 1
+        everything = torch.full_like(first, EVERYTHING)
+        tiles = torch.stack((first, (n - first).clamp(max=o.stride)), -1)
+        spans = torch.stack((torch.zeros_like(first), number + 1, everything, -everything), -1)
+        return Runs(tiles, spans[:, None], (0,), n * count // 2)
+
+    def _choose(self, q: Tensor, keys: Tensor, there: Tensor | None, call: Call) -> Tensor:
+        """The blocks beside the own one, int64 (G, n, t), from q (G, n, d) and compressed keys (G, T, d)."""
+        o, n, heads = self.options, q.shape[1], self.options.num_heads
+        allowed = torch.ones(1, -(-n // o.block), dtype=torch.bool, device=q.device)
         if call.key_mask is not None:
-            allowed = allowed & spans_with_members(call.key_mask, o.block)[:, :, None, :count]  # (B, 1, n, N)
-        if call.lengths is not None:
-            inside = torch.arange(n, device=weights.device) < call.lengths[:, None]  # (B, n)
-            allowed = allowed & inside[:, None, :, None]
-        best = importance.masked_fill(~allowed, -torch.inf).topk(min(o.topk - 1, count), -1)
-        return best.indices.masked_fill(best.values == -torch.inf, -1)
+            allowed = spans_with_members(call.key_mask, o.block)[:, 0, : allowed.shape[1]].repeat_interleave(heads, 0)
+        sizes = (o.compress, o.stride, o.block, o.topk - 1)
+        chosen = block_choice(q, keys, there, allowed.contiguous(), sizes, o.softmax_scale)
+        if call.lengths is None:
+            return chosen
+        behind = torch.arange(n, device=q.device) >= call.lengths.repeat_interleave(heads)[:, None]  # (G, n)
+        return chosen.masked_fill(behind[..., None], -1)
 
     @property
     def _forced(self) -> float:
         """The importance of a block that is always selected: more than all pieces of compressed blocks have."""
         return 2.0 * self.options.compress / self.options.stride
-
-    def _importance(self, weights: Tensor, count: int) -> Tensor:
-        """The compressed weights that touch each block, (B, H, n, T) → (B, H, n, N)."""
-        o, pieces = self.options, self.options.compress // self.options.stride
-        # compressed blocks and selected ones are made of pieces of `stride` tokens
-        parts = [F.pad(weights, (shift, pieces - 1 - shift)) for shift in range(pieces)]
-        total = torch.stack(parts).sum(0)[..., : count * o.block // o.stride]  # (B, H, n, pieces of the sequence)
-        total = F.pad(total, (0, count * o.block // o.stride - total.shape[-1]))
-        return total.unflatten(-1, (count, -1)).sum(-1)
 
     # ---- the definition ----
 

@@ -94,7 +94,7 @@ class Reformer(Attention):
         kind, work = v.dtype, torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
             q, v = q.to(work), v.to(work)
-            x, y, z = (t.flatten(0, 1).contiguous() for t in (q, F.normalize(q, dim=-1), v))  # (B·H, n, d)
+            x, y, z = (t.flatten(0, 1) for t in (q, F.normalize(q, dim=-1), v))  # (B·H, n, d)
             out = self._met(x, y, z, q, call)
         return out.unflatten(0, q.shape[:2]).to(kind)
 

@@ -35,6 +35,7 @@ from subquad.kernels.clusters import cluster_attention
 from subquad.probability import probability_map
 
 AT_ONCE = 1 << 24  # products of tokens and centroids
+TINY = 1e-12  # no vector counts as shorter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,9 @@ class Routing(Attention):
         with torch.autocast(q.device.type, enabled=False):
             centroids = self.centroids.to(q.dtype).mT  # (H, d, C)
             rows = max(1, AT_ONCE // (q.shape[0] * q.shape[1] * self.clusters))
-            nearest = torch.cat([(x @ centroids).argmax(-1) for x in _directions(q, k).split(rows, 2)], 2)
+            a, b = (1 / x.norm(dim=-1, keepdim=True).clamp_(min=TINY) for x in (q, k))
+            direction = torch.addcmul(q * a, k, b)  # √2 times the direction is as near to the same centroid
+            nearest = torch.cat([(x @ centroids).argmax(-1) for x in direction.split(rows, 2)], 2)
         dealt = torch.arange(q.shape[2], device=q.device) % self.clusters
         return nearest if call.exists is None else torch.where(call.exists, nearest, dealt)
 
@@ -139,7 +142,7 @@ class Routing(Attention):
         cluster = self.assign(q, k, call)
         record = Record(statistics=self.statistics(q, k, cluster, call)) if observe else Record()
         with torch.autocast(q.device.type, enabled=False):
-            a, b, c = (x.flatten(0, 1).contiguous() for x in (q, k, v))  # (B·H, n, d)
+            a, b, c = (x.flatten(0, 1) for x in (q, k, v))  # (B·H, n, d)
             out = self.combine(a, b, c, self._clusters(cluster, call), call)
         return out.unflatten(0, q.shape[:2]).to(kind), record
 

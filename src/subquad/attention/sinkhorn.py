@@ -31,6 +31,8 @@ from subquad.attention.full import sdpa
 from subquad.attention.outputs import within_rows
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
+from subquad.kernels.runs import Runs, attend_runs
+from subquad.kernels.runs.op import EVERYTHING
 
 ABSENT = -1e30  # the logarithm of 0, as a number
 
@@ -42,9 +44,16 @@ class _Blocks(NamedTuple):
     values: Tensor
     real: Tensor  # bool (B, 1, N, s)
     sorting: Tensor  # R (B, H, N, N)
+    solid: bool  # known: there is no padding
 
-    def sorted(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, H, N, s, d) of the sorted blocks, and which of their slots exist (B, H, N, s)."""
+    def sorted(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values (B, H, N, s, d) of the sorted blocks, and which of their slots exist (B, H, N, s).
+
+        None: without padding all of them do, where there is any block to sort.
+        """
+        if self.solid:
+            keys, values = ((self.sorting @ x.flatten(3)).view_as(x) for x in (self.keys, self.values))
+            return keys, values, None
         mass = self.sorting @ self.real.to(self.keys.dtype)  # (B, H, N, s)
         exist = mass > 0
         share = mass.masked_fill(~exist, 1)[..., None]
@@ -87,27 +96,49 @@ class Sinkhorn(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         kind, work, n = q.dtype, torch.promote_types(q.dtype, torch.float32), q.shape[2]
         q, blocks = q.to(work), self._blocks(k.to(work), v.to(work), call)
-        out = self._cut(q, blocks, call) if self.options.sortcut else self._beside(q, blocks, call)
+        if self.options.sortcut:
+            out = self._cut(q, blocks, call)
+        else:
+            out = self._dropping(q, blocks, call) if call.dropout else self._beside(q, k.to(work), v.to(work), blocks)
         return within_rows(out[:, :, :n], call).to(kind)
 
-    def _beside(self, q: Tensor, blocks: _Blocks, call: Call) -> Tensor:
+    def _beside(self, q: Tensor, k: Tensor, v: Tensor, blocks: _Blocks) -> Tensor:
         """The own block and the sorted one."""
+        size, n = self.options.block, q.shape[2]
+        keys, values, exist = blocks.sorted()
+        bias = None
+        if exist is not None:
+            own = blocks.real.flatten(2)[..., :n].expand(*exist.shape[:2], n)  # (B, H, n)
+            both = torch.cat((own, exist.flatten(2)), 2).flatten(0, 1)  # (G, n + N·s)
+            bias = torch.zeros_like(both, dtype=q.dtype).masked_fill_(~both, -torch.inf)
+        pairs = ((k, keys.flatten(2, 3)), (v, values.flatten(2, 3)))
+        sources = ([x.flatten(0, 1) for x in pair] for pair in pairs)  # (G, n, d) and (G, N·s, d)
+        runs = _runs(n, size, self.options.causal, q.device)
+        out, _ = attend_runs(q.flatten(0, 1), *sources, runs, self.options.softmax_scale, bias)
+        return out.unflatten(0, q.shape[:2])
+
+    def _dropping(self, q: Tensor, blocks: _Blocks, call: Call) -> Tensor:
+        """The same with dropout, with the weights as a matrix."""
         size, (b, h, count) = self.options.block, blocks.keys.shape[:3]
         keys, values, exist = blocks.sorted()
         keys, values = torch.cat((blocks.keys, keys), 3), torch.cat((blocks.values, values), 3)  # (B, H, N, 2s, d)
-        mask = None
-        if self.options.causal or call.key_mask is not None or q.shape[2] % size:
-            own = blocks.real[..., None, :].expand(b, h, count, size, size)
-            own = own & self._past(q) if self.options.causal else own
-            mask = torch.cat((own, exist[..., None, :].expand(own.shape)), -1).flatten(1, 2)  # (B, H·N, s, 2s)
+        own = blocks.real[..., None, :].expand(b, h, count, size, size)
+        own = own & self._past(q) if self.options.causal else own
+        sorted_ = own.new_ones(1, 1, 1, 1) if exist is None else exist
+        if self.options.causal:
+            sorted_ = sorted_ & (torch.arange(count, device=q.device) > 0)[:, None]
+        mask = torch.cat((own, sorted_[..., None, :].expand(own.shape)), -1).flatten(1, 2)  # (B, H·N, s, 2s)
         x, y, z = (t.flatten(1, 2) for t in (_cut_up(q, size), keys, values))
         out = sdpa(x, y, z, mask, causal=False, scale=self.options.softmax_scale, call=call)
         return out.view(b, h, count * size, -1)
 
     def _cut(self, q: Tensor, blocks: _Blocks, call: Call) -> Tensor:
         """The first sorted blocks, for everyone."""
-        keys, values, exist = (t[:, :, : self.options.sortcut].flatten(2, 3) for t in blocks.sorted())
-        return sdpa(q, keys, values, exist[:, :, None], causal=False, scale=self.options.softmax_scale, call=call)
+        keys, values, exist = (
+            None if t is None else t[:, :, : self.options.sortcut].flatten(2, 3) for t in blocks.sorted()
+        )
+        mask = None if exist is None else exist[:, :, None]
+        return sdpa(q, keys, values, mask, causal=False, scale=self.options.softmax_scale, call=call)
 
     def _past(self, q: Tensor) -> Tensor:
         return torch.ones(self.options.block, self.options.block, dtype=torch.bool, device=q.device).tril()
@@ -117,7 +148,8 @@ class Sinkhorn(Attention):
         mask = torch.ones(len(k), n, dtype=torch.bool, device=k.device) if call.key_mask is None else call.key_mask
         real = F.pad(mask, (0, -n % size)).unflatten(1, (-1, size))[:, None]  # (B, 1, N, s)
         keys, values = _cut_up(k, size), _cut_up(v, size)
-        return _Blocks(keys, values, real, self._sorting(keys, real.any(-1)))
+        solid = call.key_mask is None and n % size == 0
+        return _Blocks(keys, values, real, self._sorting(keys, real.any(-1)), solid)
 
     def _sorting(self, keys: Tensor, exist: Tensor) -> Tensor:
         """R (B, H, N, N) from keys (B, H, N, s, d), 0 at padding, and the blocks that exist, bool (B, 1, N)."""
@@ -167,6 +199,18 @@ class Sinkhorn(Attention):
         return float(n * seen + blocks * blocks)
 
 
+def _runs(n: int, size: int, causal: bool, device: torch.device) -> Runs:
+    """Blocks of queries: the own block, causal up to the query, and the sorted one."""
+    first = torch.arange(0, n, size, device=device)
+    rows = (n - first).clamp(max=size)
+    everything = torch.full_like(first, EVERYTHING)
+    own = torch.stack((first, rows, torch.zeros_like(first) if causal else everything, -everything), -1)  # (N, 4)
+    count = torch.where(first > 0, size, 0) if causal else torch.full_like(first, size)
+    other = torch.stack((first, count, everything, -everything), -1)
+    return Runs(torch.stack((first, rows), -1), torch.stack((own, other), 1), (0, 1), 2 * n * size)
+
+
 def _cut_up(x: Tensor, size: int) -> Tensor:
     """(B, H, n, d) → (B, H, N, s, d), filled up with 0."""
-    return F.pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
+    rest = -x.shape[2] % size
+    return (F.pad(x, (0, 0, 0, rest)) if rest else x).unflatten(2, (-1, size))

@@ -63,10 +63,13 @@ def _rows_of(json: Path | None, setting: Setting) -> list[dict[str, Any]]:
 
 
 def merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """New rows in place of old ones of the same peer, length and direction."""
+    """New rows in place of old ones of the same peer, length and direction; a crossover that is not looked for again is
+    kept."""
     key = lambda row: (row["peer"], row["n"], row["backward"])  # noqa: E731
-    fresh = {key(row): row for row in new}
-    kept = [fresh.pop(key(row), row) for row in before]
+    fresh, kept = {key(row): row for row in new}, []
+    for row in before:
+        again = fresh.pop(key(row), row)
+        kept.append(again if again["tried"] else again | {name: row[name] for name in ("crossover", "tried")})
     return kept + list(fresh.values())
 
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from subquad.kernels.parallel import inline
+from subquad.kernels.parallel import FAST, inline
 
 BYTES = 32  # of a vector
 WORD = ir.IntType(64)
@@ -64,6 +65,29 @@ class _Emitter:
 
     def entries(self, vector: Any) -> list[Any]:
         return [self.builder.extract_element(vector, ir.IntType(32)(j)) for j in range(self.lanes)]
+
+    def exponential(self, x: Any) -> Any:
+        """e^x for x ≤ 0, entry by entry; 0 below e^-87 in float32. As `parallel.exp`, whose comments hold here."""
+        builder = self.builder
+        if self.size == 8:
+            function = ir.FunctionType(self.vector, [self.vector])
+            return builder.call(builder.module.declare_intrinsic(f"llvm.exp.v{self.lanes}f64", fnty=function), [x])
+        low = self.constant(-87.0)
+        tiny = builder.fcmp_ordered("<", x, low)
+        y = builder.select(tiny, low, x)
+        floor = builder.module.declare_intrinsic(
+            f"llvm.floor.v{self.lanes}f32", fnty=ir.FunctionType(self.vector, [self.vector])
+        )
+        m = builder.call(floor, [self.multiply_add(y, self.constant(1.44269504), self.constant(0.5))])
+        r = self.multiply_add(m, self.constant(-0.693359375), y)
+        r = self.multiply_add(m, self.constant(2.12194440e-4), r)
+        z = self.constant(1 / 5040)
+        for divisor in (720, 120, 24, 6, 2, 1, 1):
+            z = self.multiply_add(z, r, self.constant(1 / divisor))
+        whole = ir.VectorType(ir.IntType(32), self.lanes)
+        exponent = builder.add(builder.fptosi(m, whole), ir.Constant(whole, [127] * self.lanes))
+        power = builder.bitcast(builder.shl(exponent, ir.Constant(whole, [23] * self.lanes)), self.vector)
+        return builder.select(tiny, self.constant(0.0), builder.fmul(z, power))
 
     def loop(self, count: Any, step: int, start: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
         """values = body(index, values) for index = 0, step, 2·step … < count, at least once."""
@@ -161,6 +185,19 @@ def _product(add: bool) -> Any:
 multiply = _product(False)
 multiply_add = _product(True)
 
+_called = numba.njit(fastmath=FAST, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+@_called
+def call_multiply(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size):
+    """`multiply` as a function of its own: a kernel with many products is compiled in a fraction of the time."""
+    multiply(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size)
+
+
+@_called
+def call_multiply_add(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size):
+    multiply_add(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size)
+
 
 # ---- rows ---------------------------------------------------------------------------------------------------
 
@@ -224,6 +261,49 @@ def scale_row(typingctx, factor, a, b, count) -> Any:
         return context.get_dummy_value()
 
     return types.void(factor, types.intp, types.intp, types.intp), emit
+
+
+@intrinsic
+def exp_row(typingctx, less, a, count) -> Any:
+    """a = e^(a - less) over a row of `count` entries, a multiple of the lanes, none larger than `less`; gives Σ a."""
+
+    def emit(context, builder, signature, arguments):
+        e = _Emitter(context, builder, less)
+        by, a, count = e.splat(arguments[0]), arguments[1], arguments[2]
+
+        def step(j, sums):
+            value = e.exponential(builder.fsub(e.load(e.place(a, j)), by))
+            e.store(value, e.place(a, j))
+            return [builder.fadd(sums[0], value)]
+
+        (total,) = e.loop(count, e.lanes, [e.constant(0.0)], step)
+        first, *rest = e.entries(total)
+        for x in rest:
+            first = builder.fadd(first, x)
+        return first
+
+    return less(less, types.intp, types.intp), emit
+
+
+@intrinsic
+def elu_row(typingctx, kind, a, count) -> Any:
+    """a = elu(a) + 1 over a row of `count` entries, a multiple of the lanes: e^a, or a + 1 where a is positive."""
+
+    def emit(context, builder, signature, arguments):
+        e = _Emitter(context, builder, kind)
+        _, a, count = arguments
+        zero = e.constant(0.0)
+
+        def step(j, nothing):
+            x = e.load(e.place(a, j))
+            low = builder.select(builder.fcmp_ordered("<", x, zero), x, zero)
+            e.store(builder.fadd(e.exponential(low), builder.fsub(x, low)), e.place(a, j))
+            return []
+
+        e.loop(count, e.lanes, [], step)
+        return context.get_dummy_value()
+
+    return types.void(kind, types.intp, types.intp), emit
 
 
 @intrinsic

@@ -34,6 +34,11 @@ class Projections:
         self.layer, self.angles = layer, angles
         self.rotation = None if angles is None else (angles.cos()[:, None], angles.sin()[:, None])  # (B, 1, n, d/2)
 
+    @property
+    def affine(self) -> bool:
+        """May a weighted sum of tokens be taken before or after them? Not where they depend on positions."""
+        return self.rotation is None
+
     def queries(self, x: Tensor) -> Tensor:
         return self._rotated(self._split(self.layer.q_proj(x)))
 

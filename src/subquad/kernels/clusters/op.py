@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.clusters import cpu, reference, tiles
+from subquad.kernels.clusters import cpu, reference, sorted_runs, tiles
 
 prefix_op = torch.library.custom_op("subquad::cluster_prefix", mutates_args=())(reference.prefix)
 prefix_backward_op = torch.library.custom_op("subquad::cluster_prefix_backward", mutates_args=())(
@@ -18,6 +18,8 @@ attention_backward_op = torch.library.custom_op("subquad::cluster_attention_back
 )
 prefix_op.register_kernel("cpu")(cpu.prefix)
 prefix_backward_op.register_kernel("cpu")(cpu.prefix_backward)
+attention_op.register_kernel("cpu")(sorted_runs.attention)
+attention_backward_op.register_kernel("cpu")(sorted_runs.attention_backward)
 
 
 def cluster_prefix(x: Tensor, cluster: Tensor, real: Tensor, clusters: int, is_max: bool) -> Tensor:
@@ -73,12 +75,12 @@ def _(grad, x, out, cluster, real, clusters, is_max):
 
 @attention_op.register_fake
 def _(q, keys, values, *about):
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2])
+    return torch.empty_like(q), q.new_empty(q.shape[:2])
 
 
 @attention_backward_op.register_fake
 def _(grad, q, keys, values, *args):
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *keys, *values)]
+    return [torch.empty_like(x) for x in (q, *keys, *values)]
 
 
 def _save_prefix(ctx, inputs, output):

@@ -5,9 +5,10 @@
 
 The window runs through the merge kernel, the entries through torch's flash attention with a mask, a block of queries
 at a time. A backward with the merged output and logsumexp is exact (see `kernels.merge`); a sink is a key whose value
-is 0. There is no second derivative.
+is 0. There is no second derivative. `index` finds the entries that a query sees, where not all are seen.
 """
 
+from subquad.kernels.compressed.index import index_choice
 from subquad.kernels.compressed.op import compressed_attention
 
-__all__ = ["compressed_attention"]
+__all__ = ["compressed_attention", "index_choice"]

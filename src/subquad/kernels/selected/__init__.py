@@ -2,9 +2,11 @@
 
 The own block, up to the query, runs through the merge kernel. The chosen ones run a block of keys at a time: all
 queries that chose it are gathered, and what they get is merged by logsumexp. A backward with the merged output and
-logsumexp is exact (see `kernels.merge`). There is no second derivative.
+logsumexp is exact (see `kernels.merge`). On a CPU they run as tiles of the kernels of `kernels.runs` (`visits`). There
+is no second derivative. `choice` finds the blocks by the weights of compressed ones.
 """
 
+from subquad.kernels.selected.choice import block_choice
 from subquad.kernels.selected.op import selected_attention
 
-__all__ = ["selected_attention"]
+__all__ = ["block_choice", "selected_attention"]

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels.merge.op import merge, merge_backward
+from subquad.kernels.runs import cpu
+from subquad.kernels.selected import visits
 from subquad.supports.patterns import Blocks
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -73,6 +75,14 @@ def _own(key_mask: Tensor | None, lengths: Tensor | None, block: int, n: int, sc
     return valid, lengths, None, Blocks(causal=True, size=block).text, "union", n, scale, 0.0
 
 
+def _bias(key_mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """(G, n): -inf for keys that do not exist."""
+    if key_mask is None:
+        return None
+    bias = torch.zeros(key_mask.shape, dtype=q.dtype).masked_fill_(~key_mask, -torch.inf)
+    return bias.repeat_interleave(q.shape[1], 0)
+
+
 @torch.library.custom_op("subquad::selected", mutates_args=())
 def selected(
     q: Tensor,
@@ -87,6 +97,10 @@ def selected(
     """out (B, H, n, d) and logsumexp (B, H, n), -inf where a query sees nothing."""
     out, lse = merge(q, [k], [v], *_own(key_mask, lengths, block, q.shape[2], scale))
     x, y, z, o, s = (t.flatten(0, 1) for t in (q, k, v, out, lse))  # views (G, n, d) and (G, n)
+    if cpu.takes(q) and chosen.numel():
+        asks, tables = visits.tables(chosen.flatten(0, 1), block, q.shape[2])
+        cpu.forward(x, [y], [z], _bias(key_mask, q), (asks, None), tables, scale, o, s, fresh=False, again=True)
+        return out, lse
     for g, rows, keys, mask in _visits(chosen, key_mask, block):
         mask = None if mask is None else mask.to(q.dtype)
         count, padded = len(rows), F.pad(rows, (0, -len(rows) % TILE))  # whole tiles
@@ -126,8 +140,15 @@ def selected_backward(
     """Gradients of q, k and v."""
     grad = grad.contiguous()
     dq, dk, dv = merge_backward(grad, q, [k], [v], out, lse, *_own(key_mask, lengths, block, q.shape[2], scale))
-    flat = [t.flatten(0, 1)[None] for t in (grad, q, k, v, out, lse)]  # (1, G, n, d) and (1, G, n)
     a, b, c = (t.flatten(0, 1) for t in (dq, dk, dv))
+    if cpu.takes(q) and chosen.numel():
+        asks, tables = visits.tables(chosen.flatten(0, 1), block, q.shape[2])
+        g, x, y, z, o, s = (t.flatten(0, 1) for t in (grad, q, k, v, out, lse))
+        empty = s == -torch.inf
+        about = (g, (g * o).sum(-1).masked_fill_(empty, 0), s.masked_fill(empty, torch.inf))
+        cpu.backward(x, [y], [z], _bias(key_mask, q), (asks, None), tables, scale, *about, [a, b, c])
+        return dq, dk, dv
+    flat = [t.flatten(0, 1)[None] for t in (grad, q, k, v, out, lse)]  # (1, G, n, d) and (1, G, n)
     for g, rows, keys, mask in _visits(chosen, key_mask, block):
         mask = None if mask is None else mask.to(q.dtype)
         dout, x, o, s = (flat[i][:, g : g + 1, rows] for i in (0, 1, 4, 5))

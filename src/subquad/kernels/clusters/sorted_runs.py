@@ -1,0 +1,132 @@
+"""The own cluster on a CPU: sorted by cluster, queries are tiles and keys are runs (see `kernels.runs`).
+
+What the kernels do not take, summaries, dropout, a query per cluster, half precision and odd widths, goes the way of
+`tiles`, in torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.kernels.clusters import tiles
+from subquad.kernels.runs import cpu
+from subquad.kernels.runs.op import EVERYTHING, ready
+
+ROWS = 72  # queries of a tile: three times the rows of a product
+
+
+def attention(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    order: Tensor,
+    cluster: Tensor,
+    real: Tensor,
+    seed: Tensor | None,
+    clusters: int,
+    causal: bool,
+    last_query_only: bool,
+    scale: float,
+    dropout: float,
+    chunk: int,
+    avoid_self: bool,
+) -> tuple[Tensor, Tensor]:
+    """As `tiles.attention`."""
+    if len(keys) > 1 or dropout or last_query_only or not cpu.takes(q):
+        about = (clusters, causal, last_query_only, scale, dropout, chunk, avoid_self)
+        return tiles.attention(q, keys, values, order, cluster, real, seed, *about)
+    q, keys, values = ready(q), [ready(x) for x in keys], [ready(x) for x in values]
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
+    bias = _bias(real, q)
+    for number, (sort, tables) in enumerate(_rounds(order, cluster, real, clusters, causal, chunk, avoid_self)):
+        cpu.forward(q, keys, values, bias, (sort, sort), tables, scale, out, lse, number == 0)
+    return (tiles.with_itself(out, lse, q, values[0], real) if avoid_self else out), lse
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    order: Tensor,
+    cluster: Tensor,
+    real: Tensor,
+    seed: Tensor | None,
+    clusters: int,
+    causal: bool,
+    last_query_only: bool,
+    scale: float,
+    dropout: float,
+    chunk: int,
+    avoid_self: bool,
+) -> list[Tensor]:
+    """As `tiles.attention_backward`."""
+    if len(keys) > 1 or dropout or last_query_only or not cpu.takes(q):
+        about = (clusters, causal, last_query_only, scale, dropout, chunk, avoid_self)
+        return tiles.attention_backward(grad, q, keys, values, out, lse, order, cluster, real, seed, *about)
+    grad, q, keys, values = ready(grad), ready(q), [ready(x) for x in keys], [ready(x) for x in values]
+    alone = lse == -torch.inf
+    delta = (grad * out).sum(-1).masked_fill_(alone, 0)  # (G, n)
+    total, found = lse.masked_fill(alone, torch.inf), [torch.zeros_like(x) for x in (q, *keys, *values)]
+    bias = _bias(real, q)
+    for sort, tables in _rounds(order, cluster, real, clusters, causal, chunk, avoid_self):
+        cpu.backward(q, keys, values, bias, (sort, sort), tables, scale, grad, delta, total, found)
+    if avoid_self:  # who met nobody has its own value
+        found[2] += grad * (alone & real)[..., None]
+    return found
+
+
+def _bias(real: Tensor, q: Tensor) -> Tensor | None:
+    """(G, n): padding is no key."""
+    if bool(real.all()):
+        return None
+    return torch.zeros(real.shape, dtype=q.dtype).masked_fill_(~real, -torch.inf)
+
+
+def _rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any):
+    """Per round where the tokens stand, (G, n), and the tables of the kernels."""
+    g, n = real.shape
+    first = torch.arange(g)[:, None] * n
+    for sort, label in zip(order.view(-1, g, n), cluster.view(-1, g, n), strict=True):
+        yield sort - first, _tables(label, *about)
+
+
+def _tables(cluster: Tensor, clusters: int, causal: bool, chunk: int, avoid_self: bool):
+    """Tiles (T, 2), spans (T, 1, 4) and starts (G + 1,): clusters, cut into chunks, cut into tiles."""
+    g = len(cluster)
+    label = (cluster + torch.arange(g)[:, None] * clusters).flatten()
+    sizes = torch.bincount(label, minlength=g * clusters)
+    begins = (sizes.view(g, -1).cumsum(1) - sizes.view(g, -1)).flatten()  # (G·C,): in the row of the sequence
+    step = min(ROWS, chunk) if chunk else ROWS
+    per_chunk = -(-chunk // step) if chunk else 1  # tiles of a chunk
+    counts = _tiles_of(sizes, chunk, step, per_chunk)  # (G·C,)
+    owner = torch.arange(len(sizes)).repeat_interleave(counts)  # (T,)
+    number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    size = sizes[owner]
+    piece = number // per_chunk if chunk else torch.zeros_like(number)  # which chunk
+    low = piece * chunk + number % per_chunk * step if chunk else number * step  # ranks in the cluster
+    high = torch.minimum(low + step, size)
+    first, stop = torch.zeros_like(low), size
+    if chunk:
+        high = torch.minimum(high, (piece + 1) * chunk)
+        first, stop = (piece - 1).clamp(min=0) * chunk, torch.minimum(size, (piece + 1) * chunk)
+    stop, back = high if causal else stop, low - first
+    last = back if causal else torch.full_like(low, EVERYTHING)
+    own = back if avoid_self else torch.full_like(low, -EVERYTHING)
+    begin = begins[owner]
+    spans = torch.stack((begin + first, stop - first, last, own), -1)[:, None]
+    starts = torch.cat((counts.new_zeros(1), counts.view(g, -1).sum(1).cumsum(0)))
+    return torch.stack((begin + low, high - low), -1), spans, starts, (0,)
+
+
+def _tiles_of(sizes: Tensor, chunk: int, step: int, per_chunk: int) -> Tensor:
+    """How many tiles the clusters have."""
+    if not chunk:
+        return -(-sizes // step)
+    whole, rest = sizes // chunk, sizes % chunk
+    return whole * per_chunk + -(-rest // step)

@@ -1,0 +1,118 @@
+"""The tables' way to the kernels: addresses, strides, and who does what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.kernels.parallel import launch, run
+from subquad.kernels.runs import tiles as kernels
+from subquad.kernels.vectors import BYTES
+
+TASKS = 16  # per thread and launch
+
+
+def takes(q: Tensor) -> bool:
+    """Are there vectors of this type and width?"""
+    kinds = (torch.float32, torch.float64)
+    return q.device.type == "cpu" and q.dtype in kinds and q.shape[-1] * q.element_size() % BYTES == 0
+
+
+def forward(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    bias: Tensor | None,
+    orders: tuple[Tensor | None, Tensor | None],
+    tables: tuple[Tensor, Tensor, Tensor | None, Sequence[int]],
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    fresh: bool,
+    again: bool = False,
+) -> None:
+    """out (G, n, d) and lse (G, n) take up the tiles; `fresh`: nothing is in them yet; `again`: a query may be in
+    several tiles.
+
+    bias (G or 1, m of all sources one after the other); orders of queries and of keys, (G or 1, ·) or None: row r of
+    the tables stands at order[r]; tables: tiles (T, 2), spans (T, P, 4), starts (G + 1,) of the tiles of each instance
+    or None = all of them for each, and the source of every run.
+    """
+    table, spans, starts, sources = tables
+    with launch() as threads:
+        work = _work(len(q), len(table), starts, 1 if again else TASKS * threads)
+        run(
+            kernels.forward, *_type(q), _most(table), work, table.numpy(), spans.numpy(), *_sources(sources, keys),
+            *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), _matrix(out),
+            lse.numpy(), _type(q)[0].dtype.type(scale), fresh,
+        )  # fmt: skip
+
+
+def backward(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    bias: Tensor | None,
+    orders: tuple[Tensor | None, Tensor | None],
+    tables: tuple[Tensor, Tensor, Tensor | None, Sequence[int]],
+    scale: float,
+    grad: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    found: Sequence[Tensor],
+) -> None:
+    """found: the gradients of q, all keys and all values, to which the tiles add."""
+    table, spans, starts, sources = tables
+    dq, dkeys, dvalues = found[0], found[1 : 1 + len(keys)], found[1 + len(keys) :]
+    run(
+        kernels.backward, *_type(q), _most(table), _work(len(q), len(table), starts, 1), table.numpy(), spans.numpy(),
+        *_sources(sources, keys), *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values),
+        _bias(bias, q),
+        _type(q)[0].dtype.type(scale), _matrix(grad), delta.numpy(), lse.numpy(), _matrix(dq), _matrices(dkeys),
+        _matrices(dvalues),
+    )  # fmt: skip
+
+
+def _work(instances: int, count: int, starts: Tensor | None, tasks: int) -> np.ndarray:
+    """(tasks, 3): instance, first tile, behind the last; at least one task per instance."""
+    share, rows = max(1, tasks // instances), []
+    edges = [(0, count)] * instances if starts is None else list(pairwise(starts.tolist()))
+    for g, (a, b) in enumerate(edges):
+        cuts = [a + (b - a) * c // share for c in range(share + 1)]
+        rows += [(g, *cut) for cut in pairwise(cuts) if cut[0] < cut[1]]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def _most(table: Tensor) -> int:
+    return int(table[:, 1].max()) if len(table) else 1
+
+
+def _type(q: Tensor) -> tuple[np.ndarray, int, int]:
+    return np.ones(1, q.numpy().dtype), q.element_size(), q.shape[2]
+
+
+def _matrix(x: Tensor) -> tuple[int, int, int]:
+    assert x.stride(2) == 1
+    return x.data_ptr(), x.stride(0), x.stride(1)
+
+
+def _matrices(found: Sequence[Tensor]) -> np.ndarray:
+    return np.array([_matrix(x) for x in found], dtype=np.int64)
+
+
+def _sources(sources: Sequence[int], keys: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """The source of every run, and where the bias of that source begins."""
+    begins = np.cumsum([0, *(k.shape[1] for k in keys)])
+    return np.array(sources, dtype=np.int64), begins[list(sources)].astype(np.int64)
+
+
+def _order(order: Tensor | None) -> np.ndarray:
+    return np.zeros((1, 0), dtype=np.int64) if order is None else order.numpy()
+
+
+def _bias(bias: Tensor | None, q: Tensor) -> np.ndarray:
+    return np.zeros((1, 0), q.numpy().dtype) if bias is None else bias.numpy()

@@ -1,0 +1,140 @@
+"""The operators `subquad::runs` and `subquad::runs_backward`: entrance, schema, shapes, derivatives, FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from subquad.kernels.runs import cpu, reference
+
+EVERYTHING = 1 << 40  # `last` of a run whose keys all queries see; its negative, `self` of one that hides nobody
+
+
+class Runs(NamedTuple):
+    """Who attends to whom, the same for all instances: every query is in one tile at most."""
+
+    tiles: Tensor  # int64 (T, 2): the first query and how many
+    spans: Tensor  # int64 (T, P, 4): first key, how many (0 = no run), last, self; see below
+    sources: tuple[int, ...]  # (P,): which keys a run is of
+    pairs: int  # of a query and a key of its tile, for the count of FLOPs
+
+    # query i of a tile sees key j of a run where j ≤ i + last and j ≠ i + self
+
+
+def attend_runs(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Runs, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q (G, n, d), keys and values of each source (G, m, d) → out (G, n, d) and the logsumexp of its rows (G, n).
+
+    bias (G or 1, the m of all sources together) is added to the scores of a key and has no gradient. A row that sees
+    nothing has out 0 and -inf, and gives no gradient. Both results are differentiable.
+    """
+    dense = [[ready(x) for x in group] for group in ([q], keys, values)]
+    bias = None if bias is None else bias.detach().to(q.dtype).contiguous()
+    out, lse = attention(dense[0][0], *dense[1:], bias, runs.tiles, runs.spans, list(runs.sources), scale, runs.pairs)
+    return out, lse
+
+
+def ready(x: Tensor) -> Tensor:
+    """With the entries of a row side by side."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("subquad::runs", mutates_args=())
+def attention(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    bias: Tensor | None,
+    tiles: Tensor,
+    spans: Tensor,
+    sources: list[int],
+    scale: float,
+    pairs: int,
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)  # in the order of the memory of q
+    if cpu.takes(q):
+        cpu.forward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, out, lse, True)
+        return out, lse
+    found, lse = reference.forward(q, keys, values, bias, tiles, spans, sources, scale)
+    return out.copy_(found), lse
+
+
+@torch.library.custom_op("subquad::runs_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    bias: Tensor | None,
+    tiles: Tensor,
+    spans: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sources: list[int],
+    scale: float,
+    pairs: int,
+) -> list[Tensor]:
+    """Gradients of q, all keys, all values: with w = exp(s - lse), ds = w·(grad·v - delta), delta = grad·out - dlse."""
+    grad = ready(grad)
+    delta = (grad * out).sum(-1)  # (G, n)
+    delta = delta if dlse is None else delta - dlse
+    empty = lse == -torch.inf
+    lse, delta = lse.masked_fill(empty, torch.inf), delta.masked_fill(empty, 0).contiguous()
+    if cpu.takes(q):
+        found = [torch.zeros_like(x) for x in (q, *keys, *values)]
+        cpu.backward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, grad, delta, lse, found)
+        return found
+    found = reference.backward(grad, delta, lse, q, keys, values, bias, tiles, spans, sources, scale)
+    return [torch.empty_like(x).copy_(dx) for x, dx in zip((q, *keys, *values), found, strict=True)]
+
+
+@attention.register_fake
+def _(q, keys, values, *about):
+    return torch.empty_like(q), q.new_empty(q.shape[:2])
+
+
+@attention_backward.register_fake
+def _(grad, dlse, q, keys, values, *about):
+    return [torch.empty_like(x) for x in (q, *keys, *values)]
+
+
+def _save(ctx, inputs, output):
+    q, keys, values, bias, tiles, spans, *ctx.about = inputs
+    ctx.save_for_backward(q, bias, tiles, spans, *output, *keys, *values)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, grad, dlse):
+    q, bias, tiles, spans, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint hands them over only once
+    m = len(rest) // 2
+    grad = torch.zeros_like(out) if grad is None else grad
+    found = attention_backward(
+        grad, dlse, q, rest[:m], rest[m:], bias, tiles, spans, out, lse, *ctx.about
+    )  # fmt: skip
+    return found[0], found[1 : 1 + m], found[1 + m :], *[None] * 6
+
+
+def _no_second_derivative(ctx, *grads):
+    raise NotImplementedError("attend_runs has no second derivative")
+
+
+attention.register_autograd(_gradient, setup_context=_save)
+attention_backward.register_autograd(_no_second_derivative)
+
+
+@register_flop_formula(torch.ops.subquad.runs, get_raw=True)
+def _flops(q, keys, values, bias, tiles, spans, sources, scale, pairs, *args, **kwargs) -> int:
+    return 4 * q.shape[0] * q.shape[2] * pairs
+
+
+@register_flop_formula(torch.ops.subquad.runs_backward, get_raw=True)
+def _backward_flops(
+    grad, dlse, q, keys, values, bias, tiles, spans, out, lse, sources, scale, pairs, *args, **kwargs
+) -> int:  # fmt: skip
+    return 10 * q.shape[0] * q.shape[2] * pairs
