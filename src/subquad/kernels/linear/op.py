@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.linear import chunks
+from subquad.kernels.linear import chunks, cuda
 from subquad.kernels.linear.chunks import CHUNK
 
 
@@ -51,6 +51,10 @@ def sums_backward(
     if causal:
         return chunks.causal_backward(grad, a, b, v, scales, out, den, normalise)
     return chunks.whole_backward(grad, a, b, v, out, den, normalise)
+
+
+sums.register_kernel("cuda")(cuda.forward)
+sums_backward.register_kernel("cuda")(cuda.backward)
 
 
 @sums.register_fake
