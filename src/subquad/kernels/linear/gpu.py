@@ -14,7 +14,6 @@ from torch import Tensor
 from subquad.kernels.linear import chunks
 
 
-
 STAGES = 1  # a program waits for its state anyway
 
 
