@@ -1,7 +1,7 @@
-"""Every mechanism and every model on a GPU that is not there: shapes, dtypes and devices, and nothing moves to the CPU.
+"""Every mechanism and every model on a GPU that is not there: shapes, dtypes, devices, and nothing moves to the CPU.
 
-Reading a value of a tensor without contents raises, so a trace that ends has never waited for the device. Backward passes
-are traced operator by operator (`test_gpu_merge`): without CUDA the autograd engine has no thread for such a device.
+Reading a value of a tensor without contents raises, so a trace that ends has never waited for the device. Backward
+passes are traced operator by operator (`test_gpu_merge`): without CUDA autograd has no thread for such a device.
 """
 
 from __future__ import annotations
