@@ -2,9 +2,9 @@
 
     out_t = Σ_{u ≤ t} (x_t·y_u + p_t r_u) e^(s_u - s_t) z_u          total_t = Σ_{u ≤ t} x_t·y_u e^(s_u - s_t)
 
-A program takes one sequence and a block of the columns of z, goes from chunk to chunk, and keeps Σ_u y_u z_uᵀ, Σ_u r_u z_u
-and Σ_u y_u in registers; inside a chunk it multiplies masked matrices. With REVERSE it comes from the end: u ≥ t, and the
-factor is e^(s_t - s_u). Tensors are contiguous float32: x, y (G, n, f), z (G, n, d), s, p, r (G, n).
+A program takes one sequence and a block of the columns of z and goes from chunk to chunk. It keeps Σ_u y_u z_uᵀ,
+Σ_u r_u z_u and Σ_u y_u in registers; inside a chunk it multiplies masked matrices. With REVERSE it comes from the end:
+u ≥ t, and the factor is e^(s_t - s_u). Tensors are contiguous float32: x, y (G, n, f), z (G, n, d), s, p, r (G, n).
 """
 
 from __future__ import annotations
