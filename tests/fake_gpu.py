@@ -12,8 +12,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -87,6 +88,8 @@ def _viewed(x: Tensor, where: Any) -> tuple[Tensor, list[Any]]:
             dim = x.dim() - behind
         elif w is None:
             x, dim = x.unsqueeze(dim), dim + 1
+        elif isinstance(w, slice) and w == slice(None):
+            dim += 1
         elif isinstance(w, slice):
             start, stop, step = w.indices(int(x.shape[dim]))
             x, dim = torch.ops.aten.slice.Tensor(x, dim, start, max(start, stop), step), dim + 1
@@ -105,10 +108,22 @@ def _dims(w: Any) -> int:
 
 @contextmanager
 def fake_gpu() -> Iterator[Moves]:
-    """Inside, `device="cuda"` makes tensors without contents."""
+    """Inside, `device="cuda"` makes tensors without contents; how many edges a graph has is left open there."""
     moves = Moves()
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
         stack.enter_context(moves)
         stack.enter_context(Indexing())
         yield moves
+
+
+def on_fake_gpu(module: nn.Module) -> nn.Module:
+    """The module with parameters and buffers of the device that is not there; `Module.to` would ask the driver."""
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is not None:
+                part._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cuda"))
+        for name, b in part._buffers.items():
+            if b is not None:
+                part._buffers[name] = torch.empty(b.shape, dtype=b.dtype, device="cuda")
+    return module

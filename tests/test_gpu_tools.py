@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from subquad.bench import Setting
 from subquad.cli import app
-from subquad.kernels import devices
+from subquad.kernels import builds, devices
 from subquad.studies import gpu_build, gpu_time
 from subquad.testing import check_attention
 
@@ -71,10 +71,10 @@ def test_the_model_of_the_time():
 def test_kernels_build_without_spills(tmp_path):
     """In a process of its own: here kernels are interpreted."""
     file, environment = tmp_path / "builds.json", {**os.environ, "TRITON_INTERPRET": "0"}
-    words = ["--targets", "sm_80,sm_90,sm_100", "--dtypes", "float16", "--json", str(file)]
+    words = ["--targets", "sm_80,sm_90,sm_100", "--dtypes", "float16,bfloat16,float32", "--json", str(file)]
     subprocess.run([sys.executable, "-m", "subquad.studies.gpu_build", *words], env=environment, check=True)
-    builds = json.loads(file.read_text())
-    assert len(builds) == 18
-    for build in builds:
-        assert build["matrix"] > 0, f"no matrix instructions: {build}"
+    found, entries = json.loads(file.read_text()), {entry.name: entry for entry in builds.entries()}
+    assert len(found) == 3 * 2 * sum(len(entry.dtypes) or 3 for entry in entries.values())
+    for build in found:
+        assert (build["matrix"] > 0) == entries[build["kernel"]].multiplies, f"matrix instructions: {build}"
         assert build["stack"] == 0, f"registers are spilled: {build}"

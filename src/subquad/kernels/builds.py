@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,17 @@ class Entry(NamedTuple):
     name: str
     make: Callable[[str, int, torch.dtype], Made]  # Triton's name of the dtype, head width, dtype
     dtypes: tuple[str, ...] = ()  # () = all
+    multiplies: bool = True  # matrices, by the tensor cores
 
 
 def entries() -> Iterator[Entry]:
     yield Entry("merge forward", lambda *about: _merge("forward", *about))
     yield Entry("merge dq", lambda *about: _merge("query_gradient", *about))
     yield Entry("merge dk, dv", lambda *about: _merge("key_gradient", *about))
+    for name in ("edges forward", "edges backward", "edges sums"):  # half precision is made float32 before
+        yield Entry(name, partial(_edges, name), ("float32",), multiplies=False)
+    for name in ("linear forward", "linear da", "linear db"):
+        yield Entry(name, partial(_walk, name), ("float32",))
 
 
 def _merge(kernel: str, kind: str, width: int, dtype: torch.dtype) -> Made:
@@ -66,3 +72,40 @@ def _merge(kernel: str, kind: str, width: int, dtype: torch.dtype) -> Made:
         numbers = {"heads": "i32", "rows": "i32", "keys": "i32", **dict(list(numbers.items())[2:]), "before": "i32"}
     signature = {**given, **tables, "seed": "*i64", **strides, **numbers}
     return Made(function, signature, constants, shape.warps, shape.stages, f"{shape.queries}×{shape.keys}")
+
+
+def _edges(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
+    """Lists without a key mask and without dropout; the backward with the straight-through gradient of SBM."""
+    from subquad.kernels.edges import gpu, rows
+
+    function, outputs, numbers, constants = {
+        "edges forward": (rows.attention_rows, ("Out",), ("n", "m", "heads", "group", "graphs", "share"), {}),
+        "edges backward": (
+            rows.gradient_rows,
+            ("Grad", "Dq", "Ds", "P", "Credit"),
+            ("n", "m", "edges", "heads", "group", "graphs", "share", "reach"),
+            {"MODE": gpu.MODES["pre"]},
+        ),
+        "edges sums": (rows.sum_rows, (), ("n", "m", "edges", "spread", "gather", "graphs", "share"), {"MOVED": True}),
+    }[name]
+    whole = dict.fromkeys(numbers, "i32")
+    sizes = {**gpu.widths(width), **constants}
+    if name == "edges sums":
+        given = {x: f"*{kind}" for x in ("W", "X", "Out")} | {"indptr": "*i64", "places": "*i32", "slots": "*i64"}
+        return Made(function, given | whole, sizes, 4, 3, f"1×{gpu.EDGES}")
+    given = {x: f"*{kind}" for x in ("Q", "K", "V", *outputs)} | {"indptr": "*i64", "indices": "*i32"}
+    given |= {x: f"*{kind}" for x in ("real", "numbers", "columns", "seed")}  # not there: queries stand for them
+    real = dict.fromkeys(("scale", "rate", "up"), "fp32")
+    return Made(function, given | whole | real, {**sizes, "MASK": False, "DROP": False}, 4, 3, f"1×{gpu.EDGES}")
+
+
+def _walk(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
+    """As many features as the head is wide; the gradient of b as that of v, with one number more per token."""
+    from subquad.kernels.linear import gpu
+    from subquad.kernels.linear.triton_walk import walk
+
+    given = {x: f"*{kind}" for x in ("X", "Y", "Z", "S", "P", "R", "Out", "Total")} | {"n": "i32", "chunks": "i32"}
+    sizes = gpu.constants(width, width)
+    chosen = {"REVERSE": name == "linear db", "EXTRA": name != "linear forward", "TOTAL": name == "linear forward"}
+    constants = {**sizes, **chosen, "SCALED": False, "PRECISION": "tf32"}
+    return Made(walk, given, constants, gpu.shape(width).warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}")

@@ -43,7 +43,7 @@ OPERATORS = {
         Operator("edges", ("triton", "reference"), "softmax over a list of edges"),
         Operator("graphs", ("triton", "reference"), "sampled graphs: listed rows; masked rows in torch operators"),
         Operator("sampler", ("reference",), "graphs of a stochastic block model, in torch operators"),
-        Operator("linear", ("reference",), "prefix sums of φ(k)vᵀ, in torch operators"),
+        Operator("linear", ("triton", "reference"), "prefix sums of φ(k)vᵀ"),
         Operator("clusters", ("reference",), "tokens sorted by cluster, in torch operators"),
         Operator("selected", ("reference",), "blocks chosen by their scores, in torch operators"),
         Operator("maxima", ("reference",), "running maxima, in torch operators"),

@@ -108,16 +108,16 @@ def _sum(w, x, out, lists, edges: EdgeList, spread: int, gather: int, moved: boo
 
     sizes = (out.shape[2], x.shape[2], edges.num_edges, spread, gather, edges.num_graphs, edges.share)
     grid = (out.shape[2], out.shape[0] * out.shape[1])
-    rows.sum_rows[grid](w.contiguous(), x.contiguous(), out, *lists, *sizes, **_widths(x.shape[3]), MOVED=moved)
+    rows.sum_rows[grid](w.contiguous(), x.contiguous(), out, *lists, *sizes, **widths(x.shape[3]), MOVED=moved)
 
 
-def _widths(width: int) -> dict[str, int]:
+def widths(width: int) -> dict[str, int]:
     return {"D": width, "DP": max(16, 1 << (width - 1).bit_length()), "BE": EDGES}
 
 
 def _random(q, k, key_mask, seed, dropout, counted=None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """real, numbers, columns and the seed for dropout; q stands for what is not there."""
-    constants = {**_widths(q.shape[3]), "MASK": key_mask is not None, "DROP": dropout > 0}
+    constants = {**widths(q.shape[3]), "MASK": key_mask is not None, "DROP": dropout > 0}
     real = q if key_mask is None else key_mask.contiguous().view(torch.uint8)
     if not dropout:
         return (real, q, q, q), constants

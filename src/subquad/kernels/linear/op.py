@@ -8,6 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels.linear import chunks, cpu
 from subquad.kernels.linear.chunks import CHUNK
+from subquad.kernels.linear.cuda import room
 from subquad.kernels.linear.reference import elu_plus_one
 
 
@@ -48,7 +49,7 @@ def sums(
         return cpu.forward(a, b, v, causal, normalise, elu)
     x, y = (elu_plus_one(a), elu_plus_one(b)) if elu else (a, b)
     if causal:
-        out, den = chunks.causal_forward(x.contiguous(), y.contiguous(), v.contiguous(), scales, normalise)
+        out, den = room(a, v).causal_forward(x.contiguous(), y.contiguous(), v.contiguous(), scales, normalise)
     else:
         out, den = chunks.whole_forward(x, y, v, normalise)
     return cpu.empty_output(a, v).copy_(out), den
@@ -73,7 +74,7 @@ def sums_backward(
     x, y = (elu_plus_one(a), elu_plus_one(b)) if elu else (a, b)
     if causal:
         x, y, z = x.contiguous(), y.contiguous(), v.contiguous()
-        da, db, dv = chunks.causal_backward(grad.contiguous(), x, y, z, scales, out, den, normalise)
+        da, db, dv = room(a, v).causal_backward(grad.contiguous(), x, y, z, scales, out, den, normalise)
     else:
         da, db, dv = chunks.whole_backward(grad, x, y, v, out, den, normalise)
     da, db = (da * x.clamp(max=1), db * y.clamp(max=1)) if elu else (da, db)
