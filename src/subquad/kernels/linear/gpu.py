@@ -1,7 +1,7 @@
 """The causal kernel sums on a GPU: launches of the walk of `triton_walk`.
 
-In the terms of `chunks`: out and den are the walk (a, b; v), ∂a is the walk (g, v; b) with h beside g; ∂b and ∂v are the
-walks (v, g; a) and (b, a; g) that come from the end.
+In the terms of `chunks`: out and den are the walk (a, b; v), ∂a is the walk (g, v; b) with h beside g; ∂b and ∂v are
+the walks (v, g; a) and (b, a; g) that come from the end.
 """
 
 from __future__ import annotations
