@@ -19,8 +19,8 @@ import torch
 from subquad.attention.base import Attention
 
 LENGTHS = tuple(2**power for power in range(6, 21))  # 64 … 1,048,576
-COUNTED = 256
-FITTED = (96, 128, 192, 256)
+COUNTED = 512
+FITTED = (192, 256, 384, 512)
 
 
 class Cost(NamedTuple):

@@ -19,7 +19,8 @@ from subquad.theory.sets import NOT_COPIED
 
 HEADS, WIDTH = 4, 16  # of the mechanisms that are drawn; more heads of a pattern look the same
 PROBED = 32  # tokens of the picture that says whether an option matters
-MOST = 12  # combinations of options of one mechanism
+UNSET = 8  # looked at where an option is left open
+MOST = 18  # combinations of options of one mechanism
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Control:
 
 def build(name: str, n: int, options: dict[str, Any], *, causal: bool) -> Attention:
     """The mechanism as it is drawn."""
-    return for_length(name, n, causal=causal, num_heads=HEADS, head_dim=WIDTH, **options)
+    return for_length(name, n, causal=causal, num_heads=HEADS, head_dim=WIDTH, **options).eval()
 
 
 def directions(cls: type[Attention]) -> list[bool]:
@@ -79,8 +80,10 @@ def candidates(field: Field, start: Any) -> list[Any]:
         return [value for value in sorted(near) if _inside(field, value)]
     if int not in members or isinstance(start, tuple):
         return [start]
-    middle = 8 if start is None else start
-    near = {0, 1, 2} if middle == 0 else {middle // 4, middle // 2, middle, middle * 2, middle * 4}
+    if start is None:
+        near = {UNSET // 2, UNSET, UNSET * 2}
+    else:
+        near = {0, 1, 2} if start == 0 else {start // 4, start // 2, start, start * 2, start * 4}
     whole = [value for value in sorted(near) if _inside(field, value)]
     return [None, *whole] if type(None) in members else whole
 
@@ -126,11 +129,13 @@ def _signature(cls: type[Attention], options: dict[str, Any], causal: bool, seen
 
 
 def _thin(found: list[tuple[Field, list[Any]]], start: dict[str, Any]) -> None:
-    """Take values away, outermost first and from the longest lists of numbers, until few combinations are left."""
+    """Take values away, the outermost of the longest lists of numbers, until few combinations are left."""
     while math.prod(len(values) for _, values in found) > MOST:
         field, values = max(found, key=lambda one: (not _is_choice(one[0]), len(one[1])))
         if len(values) <= 2:
             found.pop()
             continue
-        middle = values.index(start[field.name])
-        del values[len(values) - 1 if middle < len(values) / 2 else 0]
+        kept = start[field.name]
+        middle = values.index(UNSET if kept is None and UNSET in values else kept)
+        spare = [at for at in range(len(values)) if values[at] is not None and values[at] != kept and at != middle]
+        del values[max(spare, key=lambda at: abs(at - middle))]
