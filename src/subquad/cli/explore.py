@@ -85,9 +85,10 @@ def _patterns(path: Path, attention: str | None) -> None:
 
 def _trained(run: Path, text: Path, path: Path, layers: str | None) -> None:
     model_folder(run)  # a wrong one is refused before torch is loaded
-    from subquad.explorer.page import check_output
+    from subquad.explorer.page import check_output, read_text, save
 
     check_output(path)
+    read_text(text)
     wanted = None if layers is None else _numbers(layers)
     from subquad.training.quiet import quiet
 
@@ -96,8 +97,6 @@ def _trained(run: Path, text: Path, path: Path, layers: str | None) -> None:
 
     with _progress(None) as tell:
         page = read_run(run, text, wanted, tell)
-    from subquad.explorer.page import save
-
     save(page, path)
 
 

@@ -43,6 +43,16 @@ def check_output(path: Path) -> None:
         raise ValueError(f"--output: the folder {path.parent} does not exist")
 
 
+def read_text(path: Path) -> str:
+    try:
+        written = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text: {path} is not UTF-8 ({error.reason} at byte {error.start:,})") from None
+    if not written.strip():
+        raise ValueError(f"--text: {path} is empty")
+    return written
+
+
 def save(page: str, path: Path) -> None:
     write_atomically(path, page)
 
