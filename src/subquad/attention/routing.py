@@ -63,7 +63,9 @@ class Routing(Attention):
     sparse = True  # the weights do not cover the support: who shares a cluster is learned
     examples: ClassVar = ({"clusters": 3}, {})
     gallery: ClassVar = {"clusters": 8}
-    picture_note = "The clusters are learned, and follow from the tokens. Here the tokens are dealt out to them in turn."
+    picture_note = (
+        "The clusters are learned, and follow from the tokens. Here the tokens are dealt out to them in turn."
+    )
     centroids: Tensor
 
     def __init__(self, options: RoutingOptions) -> None:

@@ -32,9 +32,7 @@ def explore(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="The file to write. [default: explorer.html, with RUN reading.html]"
-        ),
+        typer.Option("--output", "-o", help="The file to write. [default: explorer.html, with RUN reading.html]"),
     ] = None,
     attention: Annotated[
         str | None,

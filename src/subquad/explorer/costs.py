@@ -1,6 +1,6 @@
 """How many scores a head computes and how many keys a decoder keeps, from 64 tokens to a million.
 
-Up to `COUNTED` tokens the mechanism counts its scores. Beyond, they follow a curve through the last of these counts,
+Up to `COUNTED` tokens the mechanism counts its scores. Beyond, they follow a curve through counts like these,
 
     c(n) = a·n^e + b·n + c          e: the exponent that the mechanism declares; e = 1: a·n + b·n·log₂n + c
 
@@ -20,7 +20,8 @@ from subquad.attention.base import Attention
 
 LENGTHS = tuple(2**power for power in range(6, 21))  # 64 … 1,048,576
 COUNTED = 512
-FITTED = (192, 256, 384, 512)
+LINEAR = (128, 256, 512)  # what the curve goes through where e = 1: a logarithm is whole at these
+SQUARES = (144, 256, 400, 576)  # and elsewhere: sizes that follow √n are whole at these
 
 
 class Cost(NamedTuple):
@@ -39,8 +40,9 @@ def cost(make: Callable[[int], Attention]) -> Cost:
     if one.countable is None:
         counts, counted = [one.connections(n) for n in LENGTHS], LENGTHS[-1]
     else:
-        known = {n: _at(at, n).connections(n) for n in sorted({*FITTED, *(n for n in LENGTHS if n <= COUNTED)})}
-        curve = fit(FITTED, [known[n] for n in FITTED], one.exponent)
+        fitted = LINEAR if one.exponent == 1 else SQUARES
+        known = {n: _at(at, n).connections(n) for n in sorted({*fitted, *(n for n in LENGTHS if n <= COUNTED)})}
+        curve = fit(fitted, [known[n] for n in fitted], one.exponent)
         counts, counted = [known[n] if n <= COUNTED else curve(n) for n in LENGTHS], COUNTED
     return Cost([round(float(c), 1) for c in counts], counted, _kept(at), float(one.exponent))
 

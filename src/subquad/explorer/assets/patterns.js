@@ -4,7 +4,7 @@ const data = JSON.parse(find("#data").textContent);
 const byName = new Map(data.mechanisms.map((one) => [one.name, one]));
 const opened = new Map(); // name → a promise of { chunks, table }
 const state = {
-  mode: "directions", n: 2, query: 44, layer: 1, length: data.costLengths.indexOf(16384), heads: 8, width: 64,
+  mode: "directions", n: Math.max(0, data.lengths.indexOf(64)), query: 44, layer: 1, length: data.costLengths.indexOf(16384), heads: 8, width: 64,
   sides: [{ name: "", at: [], causal: false, panel: 0 }, { name: "", at: [], causal: true, panel: 0 }],
 };
 const shown = [null, null]; // what the two sides show: { form, cells, … }, or the reason why not
