@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -92,6 +93,7 @@ class Attention(nn.Module):
     options: Any
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # options that the contract is run with
     gallery: ClassVar[dict[str, Any]] = {}  # options that make a good picture at 64 tokens
+    picture_note: ClassVar[str] = ""  # what `picture` shows where the real sets depend on the tokens
     exceptions: ClassVar[dict[str, str]] = {}  # checks of the contract that cannot hold, each with its reason
     boundary: ClassVar[str] = ""  # what travels where a sequence is divided among processes; "" = it cannot be
     across: Any = None  # the processes that share a sequence, set by `distributed.sequence_parallel`
@@ -146,6 +148,16 @@ class Attention(nn.Module):
     def picture(self, n: int) -> Tensor:
         """What to draw, (n, n) or (H, n, n): 0 = not attended, 1 = directly, 2 = through a summary."""
         return self.support(n).int()
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """What a 2 of the picture stands for: the sets of tokens that are summarised, each once, and for every query
+        the numbers of those whose summaries it sees.
+        """
+        return [], [[] for _ in range(n)]
+
+    def token_clusters(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """The cluster that every token belongs to, or to most, int64 (B, H, n); None where there are no clusters."""
+        return None
 
     def connections(self, n: int) -> float:
         """How many scores one head computes for a sequence of length n."""

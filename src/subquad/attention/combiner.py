@@ -21,6 +21,7 @@ the blocks are. `combiner_plans` has the partitions of the paper, `combiner_defi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, ClassVar, Literal
@@ -156,6 +157,9 @@ class Combiner(Attention):
 
     def picture(self, n: int) -> Tensor:
         return self.sized(n).picture(n)
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        return self.sized(n).summaries(n)
 
     def connections(self, n: int) -> float:
         """Tokens and summaries that the queries see, and tokens in the summaries."""

@@ -12,7 +12,7 @@ horizontal) these are attended once; with dropout each component drops for itsel
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -177,6 +177,17 @@ class CombinerMixture(Attention):
         """The three terms of section 3.1, summed over the components."""
         reports = [component.cost_report(n) for component in self.parts()]
         return {key: sum(report[key] for report in reports) for key in reports[0]}
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """Those of one component after another."""
+        sets: list[Sequence[int]] = []
+        rows: list[list[int]] = [[] for _ in range(n)]
+        for component in self.parts():
+            more, seen = component.summaries(n)
+            for row, numbers in zip(rows, seen, strict=True):
+                row += [len(sets) + number for number in numbers]
+            sets += more
+        return sets, rows
 
     def picture(self, n: int) -> Tensor:
         """Directly where any component does so."""

@@ -16,6 +16,7 @@ last token ≤ i (bidirectional: its last token) stands (`kernels.clusters`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -100,6 +101,9 @@ class CombinerRouting(Routing):
 
     def picture(self, n: int) -> Tensor:
         return self.support(n).int() * 2 - super().picture(n)
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        return self.partition.summaries(n)
 
     def connections(self, n: int) -> float:
         """The tokens of the own cluster, one summary for each other, and the tokens in the summaries."""

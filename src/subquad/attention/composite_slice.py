@@ -26,7 +26,7 @@ The choices made:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -341,6 +341,12 @@ class CompositeSlice(Attention):
                     one[:, first : first + length, first : first + length] = seen[scale][0]
             found[scale] = whole
         return found
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """The slices of the finest scale; causal: those before the own one."""
+        size, causal = self.options.slice_length, self.options.causal
+        sets: list[Sequence[int]] = [range(first, min(n, first + size)) for first in range(0, n, size)]
+        return sets, [list(range(i // size if causal else len(sets))) for i in range(n)]
 
     def picture(self, n: int) -> Tensor:
         o, i, j = self.options, torch.arange(n)[:, None], torch.arange(n)

@@ -14,6 +14,7 @@ gradient, so the index is not trained by the output. Of entries with equal I, ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +54,7 @@ class CSA(HCA):
     sparse = True
     examples: Any = ({"window": 5, "rate": 4, "topk": 3}, {"window": 2, "rate": 2, "topk": 4, "index_heads": 3})
     gallery = {"window": 12, "rate": 4, "topk": 6}
+    picture_note = "An index finds the entries that suit a query. Drawn are the latest ones."
 
     @dataclass(frozen=True, kw_only=True)
     class Options(CompressedOptions):
@@ -83,11 +85,17 @@ class CSA(HCA):
         return self.index.choose(x, small, possible.expand(len(x), -1, -1).contiguous(), count)
 
     def picture(self, n: int) -> Tensor:
-        """With the latest entries; the real ones depend on the tokens."""
+        """With the latest entries, which overlap by a block; the real ones depend on the tokens."""
         i, j, o = torch.arange(n)[:, None], torch.arange(n), self.options
         entry, done = j // o.rate, (i + 1) // o.rate
-        far = (entry < done) & (entry >= done - o.topk)
+        far = (entry < done) & (entry >= done - o.topk - 1)
         return torch.where((i - j < o.window) & (j <= i), 1, 2 * far.int())
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """The latest entries, each made of its block and the one before."""
+        rate, most = self.options.rate, self.options.topk
+        blocks = [range(max(0, w - 1) * rate, (w + 1) * rate) for w in range(n // rate)]
+        return list(blocks), [list(range((i + 1) // rate))[-most:] for i in range(n)]
 
     def connections(self, n: int) -> float:
         o = self.options

@@ -16,6 +16,7 @@ as it has tokens. Dropout drops a key for all queries of a head at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,6 +139,21 @@ class HTransformer(Attention):
         block = torch.arange(n) // self.options.block
         near = (block[:, None] - block).abs() <= 1
         return torch.where(near, 1, 2) * self.support(n)
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """On level l the groups of 2^l tokens whose blocks have become neighbours, and were not on a finer level."""
+        number: dict[range, int] = {}
+        rows: list[list[int]] = []
+        for i in range(n):
+            row, stop = [], i + 1 if self.options.causal else n
+            for level in range(1, self.levels(n)):
+                wide, size = self.options.block << level, 1 << level
+                for block in range(i // wide - 1, i // wide + 2):
+                    for first in range(max(0, block) * wide, min(stop, (block + 1) * wide), size):
+                        if abs(first // (wide // 2) - i // (wide // 2)) > 1:
+                            row.append(number.setdefault(range(first, min(n, first + size)), len(number)))
+            rows.append(row)
+        return list(number), rows
 
     def connections(self, n: int) -> float:
         rows = n * self.levels(n) if self.options.causal else 2 * n

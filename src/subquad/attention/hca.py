@@ -19,6 +19,7 @@ or an entry for all queries of a head at once. Padding is in no block and in no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -237,6 +238,12 @@ class HCA(Attention):
         i, j = torch.arange(n)[:, None], torch.arange(n)
         far = j // self.options.rate < (i + 1) // self.options.rate
         return torch.where((i - j < self.options.window) & (j <= i), 1, 2 * far.int())
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """The entries of the blocks that are complete."""
+        rate = self.options.rate
+        blocks = [range(w * rate, (w + 1) * rate) for w in range(n // rate)]
+        return list(blocks), [list(range((i + 1) // rate)) for i in range(n)]
 
     def connections(self, n: int) -> float:
         return float(n * min(self.options.window, n) + n * (n // self.options.rate) / 2)

@@ -16,6 +16,7 @@ of all heads of a token or row. Padding takes no part in the softmax over tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +154,14 @@ class LongShort(OutputAttention):
     def _before(self, n: int) -> Tensor:
         place = torch.arange(n) // self.options.segment
         return place < place[:, None]
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """What is projected together: all tokens or, causal, the segments before the own one."""
+        if not self.options.causal:
+            return [range(n)], [[0] for _ in range(n)]
+        size = self.options.segment
+        segments = [range(first, min(n, first + size)) for first in range(0, n, size)]
+        return list(segments), [list(range(i // size)) for i in range(n)]
 
     def connections(self, n: int) -> float:
         return float(self.sets.near(n).sum() + self.sets.far(n).sum())

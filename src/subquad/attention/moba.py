@@ -42,6 +42,7 @@ class MoBA(Attention):
     sparse = True  # who is chosen depends on the content
     examples = ({"block": 4},)
     gallery = {"block": 8}
+    picture_note = "A query chooses a few blocks by their content. Drawn is everything that it may choose from."
 
     @dataclass(frozen=True, kw_only=True)
     class Options(BaseOptions):

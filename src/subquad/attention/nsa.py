@@ -20,6 +20,7 @@ queries of a head at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,9 @@ class NSA(OutputAttention):
         {"compress": 4, "stride": 4, "block": 8, "topk": 3, "window": 3},
     )
     gallery = {"compress": 4, "stride": 2, "block": 4, "topk": 4, "window": 9}
+    picture_note = (
+        "Drawn directly are the window, the first block and the last two. Further blocks are selected by their content."
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Options(BaseOptions):
@@ -211,6 +215,13 @@ class NSA(OutputAttention):
         own = i // o.block
         direct = (i - j < o.window) | (j // o.block >= own - 1) | (j < o.block)
         return torch.where(direct, 1, 2) * self.support(n)
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """The compressed blocks that are complete."""
+        o = self.options
+        starts = range(0, n - o.compress + 1, o.stride)
+        complete = [max(0, (i + 1 - o.compress) // o.stride + 1) for i in range(n)]
+        return [range(start, start + o.compress) for start in starts], [list(range(count)) for count in complete]
 
     def connections(self, n: int) -> float:
         o = self.options

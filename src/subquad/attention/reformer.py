@@ -47,6 +47,7 @@ class Reformer(Attention):
     sparse = True
     examples = ({"rounds": 2, "chunk": 4}, {"rounds": 3, "buckets": 4, "chunk": 40})
     gallery = {"buckets": 4, "rounds": 1}
+    picture_note = "Who meets whom follows from hashes of the tokens. Here the hashes are random."
 
     @dataclass(frozen=True, kw_only=True)
     class Options(BaseOptions):

@@ -64,6 +64,9 @@ class Routing(Attention):
     sparse = True  # the weights do not cover the support: who shares a cluster is learned
     examples: ClassVar = ({"clusters": 3}, {})
     gallery: ClassVar = {"clusters": 8}
+    picture_note = (
+        "The clusters are learned, and follow from the tokens. Here the tokens are dealt out to them in turn."
+    )
     centroids: Tensor
 
     def __init__(self, options: RoutingOptions) -> None:
@@ -153,6 +156,9 @@ class Routing(Attention):
         """The clusters of new tokens, (B, H, t, 1)."""
         work = torch.promote_types(q.dtype, torch.float32)
         return self.assign(q.to(work), repeat_heads(k, q.shape[1]).to(work), Call())[..., None]
+
+    def token_clusters(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.labels(q, k)[..., 0]
 
     def combine(self, q: Tensor, k: Tensor, v: Tensor, clusters: Clusters, call: Call) -> Tensor:
         """q, k, v (B·H, n, d) → (B·H, n, d)."""

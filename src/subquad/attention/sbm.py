@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call, Capabilities, Record, draw_seed
+from subquad.attention.base import Attention, Call, Capabilities, Record, draw_seed, repeat_heads
 from subquad.attention.states.graphs import Graphs
 from subquad.attention.states.state import Memory
 from subquad.core.options import Options, option
@@ -71,6 +71,7 @@ class Sbm(Attention):
     positional = False  # the window and causality need the order of the tokens alone
     examples: ClassVar = ({}, {"ste": "difference", "window": 5}, {"ste": "published", "self_loops": True})
     gallery: ClassVar = {"clusters": 16}
+    picture_note = "Every call samples its own graph. This one was sampled for random tokens by an untrained layer."
 
     def __init__(self, options: SbmOptions) -> None:
         super().__init__(options)
@@ -184,6 +185,11 @@ class Sbm(Attention):
         seen = torch.ones(p.shape[-2:], dtype=torch.bool, device=p.device)
         seen = seen.tril() if self.options.causal else seen
         return p * (seen if key_mask is None else seen & key_mask[:, None, None, :])
+
+    @torch.no_grad()
+    def token_clusters(self, q: Tensor, k: Tensor) -> Tensor:
+        """As a key, the cluster of its largest membership: argmax of K̂."""
+        return self.memberships(q, repeat_heads(k, q.shape[1]))[1].argmax(-1)
 
     def picture(self, n: int) -> Tensor:
         """A graph per head, (H, n, n), sampled for random tokens; the support itself is everybody."""

@@ -16,6 +16,7 @@ Rotations and features are drawn when the module is made, from the option `draw`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,10 @@ class Scatterbrain(Attention):
     data_dependent = True
     examples = ({"buckets": 4}, {"buckets": 2, "features": 12})
     gallery = {"buckets": 8}
+    picture_note = (
+        "Who meets whom exactly follows from hashes of the tokens. Here the tokens are dealt out to the buckets; "
+        "all others are seen through random features."
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Options(BaseOptions):
@@ -140,6 +145,13 @@ class Scatterbrain(Attention):
         place = torch.arange(n)
         met = (place * 7 // 3 % self.options.buckets)[:, None] == place * 5 // 2 % self.options.buckets
         return torch.where(met, 1, 2) * self.support(n)
+
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """The random features sum over everybody whom the query does not meet."""
+        far = self.picture(n) == 2
+        sets, which = far.unique(dim=0, return_inverse=True)
+        numbers = [[number] if far[i].any() else [] for i, number in enumerate(which.tolist())]
+        return [row.nonzero()[:, 0].tolist() for row in sets], numbers
 
     def connections(self, n: int) -> float:
         return 2.0 * n * self.num_features + n * n / self.options.buckets / (2 if self.options.causal else 1)

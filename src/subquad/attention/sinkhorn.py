@@ -72,6 +72,10 @@ class Sinkhorn(Attention):
     sparse = True  # a sorted block may not exist
     examples = ({"block": 4}, {"block": 4, "sortcut": 2, "causal": False})
     gallery = {"block": 8}
+    picture_note = (
+        "A block attends to itself and to the block that learned sorting puts beside it. "
+        "Drawn is everything that can be put there."
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Options(BaseOptions):

@@ -28,6 +28,7 @@ COMMANDS = {
     "show": "show",
     "plot": "plot",
     "gallery": "plot",
+    "explore": "explore",
     "bench": "bench",
     "tasks": "train",
     "train": "train",

@@ -10,6 +10,7 @@ import math
 import types
 import typing
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args, get_origin
 
 from subquad.core.names import nearest
@@ -62,11 +63,16 @@ class Field:
 
 def fields(options: type[Checked]) -> list[Field]:
     """The fields with their types resolved, in order of declaration."""
+    return list(_fields(options))
+
+
+@lru_cache(maxsize=256)  # resolving types takes milliseconds, and every mechanism that is made asks
+def _fields(options: type[Checked]) -> tuple[Field, ...]:
     types_ = typing.get_type_hints(options)
-    return [
+    return tuple(
         Field(f.name, types_[f.name], f.default, f.metadata.get("help", ""), f.metadata.get("limits", {}))
         for f in dataclasses.fields(options)
-    ]
+    )
 
 
 def describe(kind: Any, limits: dict[str, float]) -> str:

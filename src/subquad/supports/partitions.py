@@ -130,6 +130,11 @@ class Partition(Support):
         rows = [[add(group) for group in self.groups(n, i)] for i in range(n)]
         return list(number), rows
 
+    def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
+        """The members of every group, and for every query the numbers of its groups."""
+        groups, rows = self.unique_groups(n)
+        return [group.over if group.hole < 0 else group.members for group in groups], rows
+
     def support(self, n: int, i: int) -> range:
         return range(i + 1) if self.causal else range(n)
 
@@ -148,12 +153,12 @@ class Partition(Support):
 
     def picture(self, n: int) -> Tensor:
         """int (n, n), row = query: 0 not attended, 1 directly, 2 through a group (Figure 1)."""
-        drawn = torch.zeros(n, n, dtype=torch.int)
-        for i in range(n):
+        drawn = np.zeros((n, n), np.int32)
+        for i, row in enumerate(drawn):
             for group in self.groups(n, i):
-                drawn[i, list(group.members)] = 2
-            drawn[i, list(self.direct(n, i))] = 1
-        return drawn
+                _mark(row, group.over if group.hole < 0 else group.members, 2)
+            _mark(row, self.direct(n, i), 1)
+        return torch.from_numpy(drawn)
 
     def check(self, n: int, queries: Iterable[int] | None = None) -> None:
         """Raise unless the sets of every query (or of `queries`) are a partition of its support.
@@ -179,6 +184,13 @@ class Partition(Support):
         if len(wrong):
             i = queries[wrong[0]]
             raise ValueError(f"plan: the direct set and the groups of query {i} are no partition of its support")
+
+
+def _mark(row: np.ndarray, positions: Iterable[int], kind: int) -> None:
+    if isinstance(positions, range):
+        row[positions.start : positions.stop : positions.step] = kind
+    else:
+        row[list(positions)] = kind
 
 
 def _count(found: np.ndarray, positions: Iterable[int]) -> None:
