@@ -116,15 +116,35 @@ class _Plan:
 
 
 def _dense_rows(w: Tensor, z: Tensor, keys: _Keys, plan: _Plan, rules: Rules, masked, mask, degrees) -> None:
-    """The masked rows of `plan.dense`, whole blocks of p at a time, into the packed mask."""
+    """The masked rows of `plan.dense` into the packed mask: whole blocks of p at a time, or through the sieve."""
+    every = plan.dense & masked
+    if not every.any() or (not rules.causal and _sift(w, z, keys, plan, rules, every, mask, degrees)):
+        return
     buffer = scratch(w, len(w), w.shape[1], z.shape[1])
     for t, rows, seen in blocks(len(w), w.shape[1], z.shape[1], rules.causal):
-        flags = plan.dense[t, rows] & masked[t, rows]
+        flags = every[t, rows]
         if flags.any():
             p = product(w[t, rows], z[t, seen].mT, buffer).numpy()
             where = (t.start, keys.heads, rows.start, rules.causal, rules.exploration, rules.reach)
             drawn = mask[t, rows], degrees[t, rows]
             run(loops.compare, p, flags, plan.streams[t, rows], keys.real, keys.rank, where, *drawn)
+
+
+def _sift(w: Tensor, z: Tensor, keys: _Keys, plan: _Plan, rules: Rules, flags: np.ndarray, mask, degrees) -> bool:
+    """Draw the rows by `loops.sieve` if it leaves few pairs open; says whether it did (not causal: w̄, z̄ are of all)."""
+    centres = w.mean(1), z.mean(1)  # (B·H, k): w̄, z̄
+    near = []
+    for x, (own, other) in ((w, centres), (z, centres[::-1])):
+        along, distance = (x.new_empty(x.shape[:2]) for _ in range(2))  # (B·H, n)
+        run(loops.apart, x.numpy(), own.numpy(), other.numpy(), along.numpy(), distance.numpy())
+        near += [along, distance]
+    if 2 * float((near[1].mean(1) * near[3].mean(1)).mean()) > limits.OPEN:
+        return False
+    near[2] -= (centres[0] * centres[1]).sum(1, keepdim=True)  # w̄·(z_j - z̄)
+    arrays = tuple(x.numpy() for x in near)
+    where = (keys.heads, rules.exploration, rules.reach)
+    run(loops.sieve, w.numpy(), z.numpy(), arrays, flags, plan.streams, keys.real, keys.rank, where, mask, degrees)
+    return True
 
 
 def _drawn_rows(w, z, keys: _Keys, plan: _Plan, rules: Rules, masked: np.ndarray, degrees: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ _inline = numba.njit(error_model="numpy")  # exact arithmetic: a mistake of one 
 _fast = numba.njit(error_model="numpy", fastmath=FAST)
 _kernel = numba.njit(error_model="numpy", parallel=True, cache=True, fastmath=FAST)
 _POINTS = 256  # points of a row that are settled together
+_SLACK = 4e-6  # what rounding may add to a sum of products ≤ 1
 _ROWS = 64  # rows of a task: enough for their edges to be predictable in number, few enough to balance the threads
 
 
@@ -310,6 +311,62 @@ def compare(p, flags, streams_, real, rank, where, bits, degrees):
             for j in range(end):
                 count += np.int32(marks[j])
             degrees[t, r] = count
+
+
+# ---- most pairs are decided without their p -------------------------------------------------------------------------
+
+
+@_kernel
+def apart(x, centre, direction, along, distance):
+    """x_i·direction and |x_i - centre| of every row: x (g, n, k), centre and direction (g, k) → (g, n)."""
+    for t in numba.prange(x.shape[0]):
+        for i in range(x.shape[1]):
+            row, middle, towards = x[t, i], centre[t], direction[t]
+            total = square = x.dtype.type(0)
+            for v in range(row.size):
+                total += row[v] * towards[v]
+                square += (row[v] - middle[v]) * (row[v] - middle[v])
+            along[t, i], distance[t, i] = total, math.sqrt(square)
+
+
+@_kernel
+def sieve(w, z, near, flags, streams_, real, rank, where, bits, degrees):
+    """`compare` where p is nearly a sum: p_ij = w_i·z̄ + w̄·(z_j - z̄) ± |w_i - w̄|·|z_j - z̄|, by Cauchy and Schwarz.
+
+    A random number outside these bounds decides by itself; p is computed for the others alone. `near` are the terms.
+    """
+    along_w, apart_w, along_z, apart_z = near
+    heads, exploration, reach = where
+    graphs, n, m = w.shape[0], w.shape[1], z.shape[1]
+    one, delta, slack = w.dtype.type(1), w.dtype.type(exploration), w.dtype.type(_SLACK)
+    for task in numba.prange(graphs * n):
+        t, i = task // n, task % n
+        if flags[t, i]:
+            a, b = halves(streams_[t, i])
+            seen, place, along, wide = real[t // heads], rank[t // heads], along_z[t], apart_z[t]
+            middle, width = along_w[t, i], apart_w[t, i]
+            marks, unsure = np.zeros(8 * bits.shape[2], np.uint8), np.zeros(8 * bits.shape[2], np.uint8)
+            for j in range(m):
+                u = chance(a, b, place[j])
+                p, error = middle + along[j], width * wide[j] + slack
+                low, high = p - error, p + error
+                yes = u < low + delta * (one - low)
+                marks[j] = seen[j] & yes
+                unsure[j] = seen[j] & (yes ^ (u < high + delta * (one - high)))
+            some = unsure.view(np.uint64)
+            for c in range(some.size):
+                if some[c] != 0:
+                    for j in range(8 * c, 8 * c + 8):
+                        if unsure[j]:
+                            p = _dot(w[t, i], z[t, j])
+                            marks[j] = chance(a, b, place[j]) < p + delta * (one - p)
+            for j in range(max(0, i - reach), min(m, i + reach + 1)):
+                marks[j] = seen[j]
+            pack(marks, bits[t, i])
+            count = np.int32(0)
+            for j in range(m):
+                count += np.int32(marks[j])
+            degrees[t, i] = count
 
 
 @_kernel
