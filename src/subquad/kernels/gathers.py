@@ -24,6 +24,25 @@ CACHE = 2**18  # bytes: larger arrays are asked for ahead
 _NUMBER = ir.IntType(32)
 
 
+def _fetch(builder: Any, address: Any) -> None:
+    flag, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], fnty=kind)
+    # to read, into every cache, data
+    builder.call(prefetch, [builder.inttoptr(address, pointer), flag(0), flag(3), flag(1)])
+
+
+@intrinsic
+def fetch_ahead(typingctx, address) -> Any:
+    """Ask for the cache line at an address that will soon be read."""
+
+    def emit(context, builder, signature, arguments):
+        _fetch(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), emit
+
+
 class _Rows:
     """The rows of y that a list names."""
 
@@ -47,13 +66,8 @@ class _Rows:
         return builder.add(self.y, builder.mul(builder.sext(number, WORD), self.step))
 
     def _ask(self, place: Any) -> None:
-        builder, flag = self.e.builder, ir.IntType(32)
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], fnty=kind)
         for offset in range(0, self.vectors * BYTES, LINE):
-            address = builder.inttoptr(builder.add(place, WORD(offset)), pointer)
-            builder.call(prefetch, [address, flag(0), flag(3), flag(1)])  # to read, into every cache, data
+            _fetch(self.e.builder, self.e.builder.add(place, WORD(offset)))
 
 
 def _dots(vectors: int, far: bool) -> Any:

@@ -19,7 +19,7 @@ from subquad.kernels.edges.loops import dropout_factors, multiply_by, softmax, s
 from subquad.kernels.parallel import inline, kernel
 from subquad.kernels.vectors import BYTES, multiply
 
-ROWS = 48  # of a block: eight times the rows of a product in registers
+ROWS = 96  # of a block: they share a tile of keys and of its gradients while it is in the cache
 KEYS = 64  # of a tile: the bits of a word
 
 
