@@ -127,6 +127,64 @@ def test_what_cannot_run_is_refused(specs, lengths, message):
         list(measure(specs, lengths, SMALL, repeats=1, memory=False))
 
 
+def test_the_roofline_is_a_share_of_a_matrix_product_of_the_same_run():
+    rows = last(measure(["fixed"], [16], SMALL, repeats=2, memory=False))
+    assert rows[0].gemm == rows[1].gemm > 0
+    for row in rows:
+        assert row.of_gemm == pytest.approx(row.flops / row.seconds / row.gemm)
+        assert row.plain_seconds is None and row.plain_quartiles is None
+
+
+@pytest.mark.parametrize("level", ["head", "layer"])
+def test_causal_full_attention_counts_the_pairs_it_sees(level):
+    counts = {}
+    for causal in (False, True):
+        setting = replace(SMALL, causal=causal)
+        step = make_step("full", level, 16, setting, make_inputs(level, 16, setting))
+        step.count()
+        counts[causal] = step.flops
+    assert counts[False] - counts[True] == 4 * 2 * 8 * (16 * 16 - 16 * 17 // 2)
+
+
+def test_ragged_rows_are_measured_beside_whole_ones():
+    setting = replace(SMALL, batch=3, ragged=True, causal=True)
+    assert setting.key_mask(9).sum(1).tolist() == [5, 7, 9] and setting.plain == replace(setting, ragged=False)
+    for row in last(measure(["combiner-fixed", "fnet"], [9], replace(setting, causal=False), repeats=2, memory=False)):
+        assert row.plain_seconds > 0 and len(row.plain_quartiles) == 3
+    data = make_inputs("head", 9, setting)
+    full, ours = (make_step(spec, "head", 9, setting, data) for spec in ("full", "full:dropout=0"))
+    seen = setting.key_mask(9)[:, None, :, None]
+    assert torch.allclose(full._forward() * seen, ours._forward() * seen, atol=1e-6)
+    assert {"ragged": True}.items() <= setting.asdict().items() and "ragged" not in SMALL.asdict()
+
+
+def test_dropout_is_measured_beside_none():
+    setting = replace(SMALL, backward=True, dropout=0.5)
+    data = make_inputs("head", 32, setting)
+    full, ours = (make_step(spec, "head", 32, setting, data) for spec in ("full", "combiner-fixed"))
+    for step in (full, ours):
+        assert not torch.equal(step._forward(), step._forward()), "two calls drop alike"
+    rows = last(measure(["combiner-fixed"], [32], setting, repeats=1, memory=False))
+    assert all(row.plain_seconds > 0 for row in rows)
+    plain = make_step("combiner-fixed", "head", 32, setting.plain, data)
+    assert torch.equal(plain._forward(), plain._forward())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_whole_model_takes_a_training_step(causal):
+    from subquad.bench_model import LAYERS
+
+    setting = Setting(heads=2, head_dim=4, backward=True, causal=causal, level="model")
+    step = make_step("combiner-fixed", "model", 16, setting, make_inputs("model", 16, setting))
+    before = {name: x.clone() for name, x in step.module.named_parameters()}
+    step.optimizer.param_groups[0]["lr"] = 1e-2
+    step()
+    moved = [name for name, x in step.module.named_parameters() if not torch.equal(x, before[name])]
+    assert step.module.config.num_hidden_layers == LAYERS and len(moved) == len(before)
+    rows = last(measure(["fixed"], [16], setting, repeats=1, memory=False))
+    assert [(row.spec, row.level) for row in rows] == [("full", "model"), ("fixed", "model")]
+
+
 def test_impossible_directions_are_refused_before_anything_runs(layer_level):
     told = []
     causal = Setting(heads=2, head_dim=8, causal=True)
@@ -138,6 +196,10 @@ def test_impossible_directions_are_refused_before_anything_runs(layer_level):
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="heads must be an integer ≥ 1, not 0"):
         Setting(heads=0)
+    with pytest.raises(ValueError, match="dropout acts in training only"):
+        Setting(dropout=0.1)
+    with pytest.raises(ValueError, match="ragged needs a batch of at least 2 rows, not 1"):
+        Setting(ragged=True)
 
 
 def test_for_length_fills_in_what_the_spec_leaves_open(layer_level):
@@ -203,9 +265,22 @@ def test_results_survive_a_kill(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--decode --dtype float16", "--decode measures on the CPU in float32"),
-        ("--processes 1,2 --device cuda", "--processes measures on the CPU in float32"),
+        ("--decode --dtype float16", "--decode does not go with --dtype"),
+        ("--decode --png x.png", "--decode does not go with --png"),
+        ("--processes 1,2 --device cuda", "--processes does not go with --device"),
+        ("--processes 1,x", "--processes must be comma-separated integers ≥ 1, such as 1,2,4, not '1,x'"),
         ("--decode --processes 1,2", "choose one"),
+        ("--decode --model", "--decode and --model are measurements of their own: choose one"),
+        ("--peers --causal", "--peers does not go with --causal"),
+        ("--model --backward", "--model does not go with --backward"),
+        ("--model --ragged", "--model does not go with --ragged"),
+        ("--model --dropout 0.1", "--model does not go with --dropout"),
+        ("--count-only", "--count-only needs --processes"),
+        ("--chunk 8", "--chunk needs --decode"),
+        ("--no-crossover", "--crossover needs --peers"),
+        ("--dropout 0.1", "--dropout acts in training only: add --backward"),
+        ("--dropout 1 --backward", "dropout must be a probability ≥ 0 and < 1, not 1"),
+        ("--ragged --batch 1", "--batch must be at least 2, not 1"),
     ],
 )
 def test_what_a_measurement_would_ignore_is_refused(words, said):
@@ -214,4 +289,4 @@ def test_what_a_measurement_would_ignore_is_refused(words, said):
     from subquad.cli import app
 
     result = CliRunner().invoke(app, ["bench", "full", *words.split()])
-    assert result.exit_code == 2 and said in " ".join(result.output.split())
+    assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())

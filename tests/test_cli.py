@@ -22,7 +22,8 @@ from subquad.__main__ import WAITING
 from subquad.attention.base import Attention
 from subquad.attention.registry import describe, mechanism
 from subquad.cli import COMMANDS, IMPORTS, app, study
-from subquad.cli.bench import against, count, parse_lengths, seconds
+from subquad.cli.bench import parse_lengths
+from subquad.cli.bench_table import against, count, seconds
 from subquad.cli.terminal import coarse, draw
 from subquad.cli.train import show as show_training
 from subquad.core import declarations

@@ -13,6 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from subquad.core import hashing
 from subquad.kernels import dropout as dropout_room
+from subquad.kernels import gathers
 from subquad.kernels.edges import (
     EdgeList,
     edge_attention,
@@ -543,3 +544,19 @@ def test_errors_name_the_argument():
     ):
         with pytest.raises(error, match=name):
             call()
+
+
+@pytest.mark.parametrize(
+    ("d", "dtype"), [(64, torch.float32), (72, torch.float32), (60, torch.float64), (7, torch.float32)]
+)
+def test_rows_that_do_not_fit_the_cache_are_fetched_ahead(d, dtype):
+    """Arrays on both sides of `gathers.CACHE`, whole and odd numbers of vectors, lists that end with the memory."""
+    draw = torch.Generator().manual_seed(1)
+    for m in (20, gathers.CACHE // (d * dtype.itemsize) + 9):
+        edges = EdgeList.from_mask(torch.rand(1, 30, m, generator=draw) < 40 / m)
+        q, k, v = (torch.randn(1, 2, n, d, generator=draw, dtype=dtype, requires_grad=True) for n in (30, m, m))
+        out, wanted = edge_attention(q, k, v, edges, scale=0.2), dense_attention(q, k, v, edges, scale=0.2)
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+        direction = torch.randn(out.shape, generator=draw, dtype=dtype)
+        for x, y in zip(*(torch.autograd.grad(o, (q, k, v), direction) for o in (out, wanted)), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

@@ -68,6 +68,33 @@ def test_tables_are_made_between_their_comments(tmp_path):
         tables.updated(page.replace("speed", "sped"), tmp_path)
 
 
+def test_rows_in_use_have_tables_of_their_own(tmp_path):
+    used = {"seconds": 3.0, "plain_seconds": 2.0}
+    rows = [row(8, 0.5), row(16, 0.1, ragged=True, batch=8, **used), row(16, 0.25, causal=True, level="model")]
+    (tmp_path / "speed.json").write_text(json.dumps({"rows": rows}))
+    made = {name: tables.updated(f"<!-- table: {name} -->\n<!-- end of table -->\n", tmp_path)
+            for name in ("speed star", "lengths backward", "use ragged", "use dropout", "use model")}  # fmt: skip
+    assert "| `star` |  | 2 |" in made["speed star"] and "| mechanism | 8 |" in made["lengths backward"]
+    assert (
+        "| mechanism | forward + backward, n = 16 |" in made["use ragged"] and "| `star` | 1.50 |" in made["use ragged"]
+    )
+    assert "training step, n = 16" in made["use model"] and "| `star` | 4 |" in made["use model"]
+    assert "star" not in made["use dropout"]
+    assert [speed.use_of(each) for each in rows] == [(), speed.RAGGED, speed.MODEL]
+
+
+def test_the_pieces_in_use_are_measured_and_read_again(tmp_path):
+    use = speed.Piece(("combiner-fixed",), 16, False, True, False, (*speed.DROPOUT,))
+    wanted = [piece for piece in speed.pieces(["combiner-fixed"], [1024, 4096, 8192]) if piece.use]
+    assert [piece.n for piece in wanted] == [1024, 1024, 4096, 4096, 4096, 8192] and "dropout 0.1" in str(use)
+    kept = {}
+    speed.measure(use, SMALL, 1, kept)
+    path = tmp_path / "speed.json"
+    speed.write(path, SMALL, kept)
+    assert list(speed.read(path, SMALL)) == [("combiner-fixed", 16, False, True, speed.DROPOUT)]
+    assert not speed.missing(use, {key: {**value, "busy": None} for key, value in kept.items()})
+
+
 def test_a_comparison_is_kept_without_its_folders(tmp_path):
     about = {
         "metric": "accuracy",

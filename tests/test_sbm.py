@@ -306,6 +306,45 @@ def test_kernels_equal_the_reference_with_dropout(monkeypatch, path, ste):
         assert x.abs().max() > 0
 
 
+@pytest.mark.parametrize(("d", "c"), [(64, 72), (12, 5)], ids=["vectors", "filled-up"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tiles_equal_the_reference(monkeypatch, d, c, threads):
+    """Several words of 64 keys, rows without an edge, tiles without one, and fewer graphs than threads."""
+    draw = torch.Generator().manual_seed(2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    sizes = ((70, d), (150, d), (150, d), (70, c), (150, c), (70, d))
+    q, k, v, w, z, direction = (torch.randn(1, 2, *size, generator=draw, dtype=torch.float64) for size in sizes)
+    mask = torch.rand(1, 2, 70, 150, generator=draw) < 0.2
+    mask[..., 64:128] = False
+    mask[:, :, 5] = False
+    lists = torch.zeros(2, 71, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
+    for ste in ("pre", "published"):
+        given = (q, k, v, w, z, *lists, pack_mask(mask), None, SEED, 0.3, 0.0, ste, False, 3)
+        torch.testing.assert_close(graph_cpu.attention(*given), graph_reference.attention(*given))
+        grads = (room.attention_backward(direction, *given, True) for room in (graph_cpu, graph_reference))
+        for x, y in zip(*grads, strict=True):
+            torch.testing.assert_close(x, y)
+            assert x.abs().max() > 0
+
+
+@pytest.mark.parametrize("crossover", [-1.0, 2.0], ids=["bits", "list"])
+@pytest.mark.parametrize("spread", [0.01, 0.3, 1.0])
+def test_bounds_decide_as_the_probabilities_do(monkeypatch, crossover, spread):
+    """A sieve that leaves next to nothing, some or most pairs open, against all probabilities."""
+    draw = torch.Generator().manual_seed(4)
+    w, z = (spread * torch.rand(2, 2, 150, 6, generator=draw) + (1 - spread) / 2 for _ in range(2))
+    real = torch.arange(150) < torch.tensor([150, 131])[:, None]
+    masks = []
+    for limit in (2.0, -1.0):
+        monkeypatch.setattr(rules, "OPEN", limit)
+        given = Rules("bernoulli", exploration=0.05, reach=1, crossover=crossover if limit > 0 else -1.0)
+        drawn = sample(w / 6, z, SEED, real, given)
+        dense = EdgeList(drawn.indptr, drawn.indices, 150).to_mask().view(2, 2, 150, 150)
+        masks.append(unpack_mask(drawn.mask, dense.shape) if drawn.mask.numel() else dense)
+        assert torch.equal(drawn.degrees.view(2, 2, 150), masks[-1].sum(-1))
+    assert torch.equal(*masks) and 0.01 < masks[0].float().mean() < 0.9
+
+
 def test_both_routes_drop_the_same_pairs(monkeypatch):
     a, xs = make(dropout=0.5).train(), inputs(40)
     outs = []

@@ -3,7 +3,8 @@
     for rows in measure(["longformer:window=128"], [8192], Setting(causal=True)): ...
 
 A mechanism on q, k, v is held against `F.scaled_dot_product_attention` with the same causal flag; one of
-level "layer" is measured as a `MultiheadAttention` layer and held against a full-attention layer.
+level "layer" is measured as a `MultiheadAttention` layer and held against a full-attention layer (`bench_steps`);
+`Setting(level="model")` measures training steps of whole models (`bench_model`).
 
 time      best of several rounds; in each, full attention and all mechanisms run one after the other, so that
           a slow moment of the machine hits all of them
@@ -12,7 +13,9 @@ memory    how far the resident memory of a fresh process rises during its first 
 load      the share of the machine that other programs used meanwhile, and the quartiles of the ratio over the rounds:
           `busy` says why times are not to be trusted
 FLOPs     counted, not timed: 2 per multiply-add of the matrix products and of our kernels; the masked pairs
-          inside a block count too
+          inside a block count too, those of causal full attention do not
+roofline  FLOPs per second as a share of what a large matrix product reaches, measured in the same rounds
+plain     with a ragged batch or dropout: the time of the same step without them, in the same rounds
 """
 
 from __future__ import annotations
@@ -23,58 +26,34 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.attention.registry import for_length, mechanism
+from subquad.bench_steps import DTYPES, FULL, LEVELS, Setting, Step, make_inputs, make_peak, make_step, options
 from subquad.core import memory
 from subquad.core.child import command as child_command
 from subquad.core.child import paths as child_paths
 from subquad.core.files import write_atomically
 from subquad.core.load import OtherLoad, quartiles, why_busy
 from subquad.core.options import split_spec
-from subquad.layers import MultiheadAttention
 
-FULL = "full"  # what everything is measured against
-LEAST = 0.05  # seconds of a round
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What all measurements of a run share."""
-
-    batch: int = 1
-    heads: int = 8
-    head_dim: int = 64
-    causal: bool = False
-    backward: bool = False
-    device: str = "cpu"
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be an integer ≥ 1, not {getattr(self, name)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device must be cpu or cuda, not {self.device!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device=cuda: torch finds no GPU here (subquad doctor shows what it finds)")
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """Where tensors are, and of which dtype."""
-        return {"device": self.device, "dtype": getattr(torch, self.dtype)}
+__all__ = [
+    "DTYPES",
+    "FULL",
+    "Row",
+    "Setting",
+    "Step",
+    "for_length",
+    "make_inputs",
+    "make_step",
+    "measure",
+    "peak_memory",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,101 +74,10 @@ class Row:
     full_memory: int | None = None
     ratio_quartiles: list[float] | None = None  # of the ratio over the rounds
     other_load: float | None = None  # share of all cores that other programs used meanwhile; None = unknown
-
-
-# ---- one step ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Step:
-    """Something that runs once per call: forward without gradients, or forward and backward."""
-
-    spec: str
-    level: str
-    module: nn.Module
-    inputs: list[Tensor]
-    grad: Tensor | None  # of the output; None = forward only
-    flops: int | None = None
-    rounds: list[float] = field(default_factory=list)  # seconds, the best of each round
-    memory: int | None = None
-
-    @property
-    def seconds(self) -> float:
-        return min(self.rounds)
-
-    def __call__(self) -> None:
-        if self.grad is None:
-            with torch.no_grad():
-                self._forward()
-            return
-        self.module.zero_grad(set_to_none=True)
-        for x in self.inputs:
-            x.grad = None
-        self._forward().backward(self.grad)
-
-    def _forward(self) -> Tensor:
-        if self.level == "layer":
-            return self.module(*self.inputs * 3, need_weights=False)[0]
-        return self.module(*self.inputs)
-
-    def count(self) -> None:
-        """The first call, under the counter."""
-        with FlopCounterMode(display=False) as counter:
-            self()
-        self.flops = counter.get_total_flops() or None
-
-    def wait(self) -> None:
-        """Until a GPU has done what it was given."""
-        if self.inputs[0].is_cuda:
-            torch.cuda.synchronize()
-
-    def clock(self) -> None:
-        """The best of the calls that fit into `LEAST` seconds: a single short call says little."""
-        self.wait()
-        first = last = time.perf_counter()
-        best = float("inf")
-        while last - first < LEAST:
-            self()
-            self.wait()
-            now = time.perf_counter()
-            best, last = min(best, now - last), now
-        self.rounds.append(best)
-
-
-class _Full(nn.Module):
-    """torch's own attention, without anything around it."""
-
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.causal = causal
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-
-
-def make_inputs(level: str, n: int, setting: Setting) -> tuple[list[Tensor], Tensor | None]:
-    """Seeded q, k, v (B, H, n, d), or tokens (B, n, E); and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = (setting.batch, n, setting.heads * setting.head_dim)
-    shape = tokens if level == "layer" else (setting.batch, setting.heads, n, setting.head_dim)
-    count = 1 if level == "layer" else 3
-    inputs = [torch.randn(shape, generator=generator).to(**setting.place) for _ in range(count)]
-    if not setting.backward:
-        return inputs, None
-    return [x.requires_grad_() for x in inputs], torch.randn(shape, generator=generator).to(**setting.place)
-
-
-def make_step(spec: str, level: str, n: int, setting: Setting, data: tuple[list[Tensor], Tensor | None]) -> Step:
-    """A mechanism ready to run on `data` of `make_inputs`; full attention on q, k, v is torch's function."""
-    heads, causal = setting.heads, setting.causal
-    if spec == FULL and level == "head":
-        return Step(spec, level, _Full(causal), *data)
-    chosen = for_length(spec, n, causal=causal, num_heads=heads, head_dim=setting.head_dim)
-    if level == "head":
-        return Step(spec, level, chosen.to(**setting.place).train(setting.backward), *data)
-    layer = MultiheadAttention(heads * setting.head_dim, heads, batch_first=True, causal=causal)
-    layer.attention = chosen
-    return Step(spec, level, layer.to(**setting.place).train(setting.backward), *data)
+    gemm: float | None = None  # FLOP/s of a large matrix product
+    of_gemm: float | None = None  # flops / seconds / gemm
+    plain_seconds: float | None = None  # without padding and dropout; None = there is neither
+    plain_quartiles: list[float] | None = None  # of seconds / plain_seconds over the rounds
 
 
 def level_of(spec: str) -> str:
@@ -217,37 +105,43 @@ def measure(
         raise ValueError(f"bench needs specs, lengths ≥ 1 and repeats ≥ 1, not {specs}, {lengths} and {repeats}")
     for spec in specs:
         for n in lengths:
-            for_length(spec, n, causal=setting.causal, num_heads=setting.heads, head_dim=setting.head_dim)
+            for_length(spec, n, causal=setting.causal, **options(setting))
     done: list[Row] = []
+    gemm = make_peak(setting)
     for n in lengths:
         subjects = _subjects_at(n, specs, setting, tell)
         with OtherLoad() as load:
             for turn in range(repeats):
+                gemm.clock()
                 for subject in subjects:
                     tell(f"{subject.spec} at n = {n:,}, round {turn + 1}")
                     subject.clock()
-                yield done + _rows(subjects, n, load)
+                    if subject.plain is not None:
+                        subject.plain.clock()
+                yield done + _rows(subjects, n, load, gemm)
         for subject in subjects if memory else ():
             tell(f"{subject.spec} at n = {n:,}, memory")
             subject.memory = peak_memory(subject.spec, subject.level, n, setting)
-            yield done + _rows(subjects, n, load)
-        done += _rows(subjects, n, load)
+            yield done + _rows(subjects, n, load, gemm)
+        done += _rows(subjects, n, load, gemm)
 
 
-def steps(specs: Sequence[str], lengths: Sequence[int], repeats: int, memory: bool = True) -> int:
+def steps(
+    specs: Sequence[str], lengths: Sequence[int], repeats: int, memory: bool = True, level: str | None = None
+) -> int:
     """How many times `measure` will call `tell`."""
-    return len(lengths) * len(_subjects(specs)) * (1 + repeats + memory)
+    return len(lengths) * len(_subjects(specs, level)) * (1 + repeats + memory)
 
 
-def _subjects(specs: Sequence[str]) -> list[tuple[str, str]]:
+def _subjects(specs: Sequence[str], level: str | None) -> list[tuple[str, str]]:
     """What runs in a round: full attention once per level, then the mechanisms."""
-    wanted = [(spec, level_of(spec)) for spec in dict.fromkeys(specs)]
+    wanted = [(spec, level or level_of(spec)) for spec in dict.fromkeys(specs)]
     return list(dict.fromkeys([(FULL, level) for _, level in wanted] + wanted))
 
 
 def _subjects_at(n: int, specs: Sequence[str], setting: Setting, tell: Callable[[str], None]) -> list[Step]:
     """Made and called once, which warms them up and counts their operations; they share their inputs."""
-    pairs = _subjects(specs)
+    pairs = _subjects(specs, setting.level)
     data = {level: make_inputs(level, n, setting) for level in {level for _, level in pairs}}
     subjects = []
     for spec, level in pairs:
@@ -255,6 +149,9 @@ def _subjects_at(n: int, specs: Sequence[str], setting: Setting, tell: Callable[
         try:
             subjects.append(make_step(spec, level, n, setting, data[level]))
             subjects[-1].count()
+            if setting.plain is not None:
+                subjects[-1].plain = make_step(spec, level, n, setting.plain, data[level])
+                subjects[-1].plain()
         except Exception as error:  # whatever a mechanism raises: the user asked for it at this length
             raise ValueError(f"{spec} cannot run at n = {n}: {error}") from error
     return subjects
@@ -269,7 +166,8 @@ def busy(rows: Sequence[Row]) -> str | None:
     return why_busy(max(shares, default=None), ratios)
 
 
-def _rows(subjects: Sequence[Step], n: int, load: OtherLoad) -> list[Row]:
+def _rows(subjects: Sequence[Step], n: int, load: OtherLoad, gemm: Step) -> list[Row]:
+    peak = (gemm.flops or 0) / gemm.seconds
     full = {subject.level: subject for subject in subjects if subject.spec == FULL}
     return [
         Row(
@@ -285,13 +183,20 @@ def _rows(subjects: Sequence[Step], n: int, load: OtherLoad) -> list[Row]:
             input_bytes=_input_bytes(subject),
             memory=subject.memory,
             full_memory=full[subject.level].memory,
-            ratio_quartiles=quartiles(
-                [own / base for own, base in zip(subject.rounds, full[subject.level].rounds, strict=True)]
-            ),
+            ratio_quartiles=_ratios(subject, full[subject.level]),
             other_load=load.share,
+            gemm=peak,
+            of_gemm=None if subject.flops is None else subject.flops / subject.seconds / peak,
+            plain_seconds=None if subject.plain is None else subject.plain.seconds,
+            plain_quartiles=None if subject.plain is None else _ratios(subject, subject.plain),
         )
         for subject in subjects
     ]
+
+
+def _ratios(subject: Step, base: Step) -> list[float] | None:
+    """The quartiles of the ratio over the rounds."""
+    return quartiles([own / other for own, other in zip(subject.rounds, base.rounds, strict=True)])
 
 
 def _input_bytes(step: Step) -> int:
@@ -310,8 +215,9 @@ def peak_memory(spec: str, level: str, n: int, setting: Setting) -> int:
         "setting": asdict(setting),
         "threads": torch.get_num_threads(),
     }
-    request["module"] = mechanism(split_spec(spec)[0]).__module__  # a mechanism of the user's registers itself there
-    paths = child_paths(working_folder=not request["module"].startswith("subquad."))
+    modules = [mechanism(split_spec(spec)[0]).__module__, LEVELS[level].step.__module__]  # they register themselves
+    request["modules"] = modules
+    paths = child_paths(working_folder=not modules[0].startswith("subquad."))
     child = subprocess.run(
         child_command("subquad.bench"),
         input=json.dumps(request),
@@ -328,10 +234,11 @@ def peak_memory(spec: str, level: str, n: int, setting: Setting) -> int:
 def _child() -> None:
     """The fresh process: a small step first, to load what is loaded once; then the step that counts."""
     request = json.loads(sys.stdin.read())
-    __import__(request["module"])
+    for module in request["modules"]:
+        __import__(module)
     torch.set_num_threads(request["threads"])
     spec, level, n, setting = request["spec"], request["level"], request["n"], Setting(**request["setting"])
-    small = replace(setting, batch=1)
+    small = replace(setting, batch=2 if setting.ragged else 1)
     make_step(spec, level, min(n, 64), small, make_inputs(level, min(n, 64), small))()
     step = make_step(spec, level, n, setting, make_inputs(level, n, setting))
     gc.collect()
@@ -360,7 +267,7 @@ def report(rows: Sequence[Any], setting: Setting) -> dict[str, Any]:
     return {
         "versions": versions,
         "machine": about,
-        "setting": asdict(setting),
+        "setting": setting.asdict(),
         "busy": busy([row for row in rows if isinstance(row, Row)]),
         "rows": [asdict(row) for row in rows],
     }

@@ -301,7 +301,7 @@ def draw_bench(rows: Sequence[Row], *, title: str) -> Figure:
             look |= {"color": FAINT, "ls": "--" if level == "head" else ":", "zorder": 2}
         else:
             look |= {"color": next(colours), "zorder": 3}
-        label = spec if level == "head" else f"{spec} (layer)"
+        label = spec if level == "head" else f"{spec} ({level})"
         axes[0].plot([row.n for row in own], [row.seconds for row in own], label=label, **look)
         known = [(row.n, row.memory / 2**20) for row in own if row.memory]
         axes[1].plot([n for n, _ in known], [mib for _, mib in known], **look)

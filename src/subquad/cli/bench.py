@@ -1,20 +1,27 @@
-"""`subquad bench SPEC…`: time against full attention, memory and operations."""
+"""`subquad bench SPEC…`: the command, what goes with what, and which room measures it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from click.core import ParameterSource
 
 from subquad.attention.registry import check_name
-from subquad.core.console import err, out
 
 if TYPE_CHECKING:
-    from subquad.bench import Row, Setting
+    from subquad.bench import Setting
+
+# The measurements of their own, and the flags that each of them takes; any other flag that is given is refused.
+_SHARED = {"specs", "n", "heads", "head_dim", "batch", "repeats", "json"}
+TAKES = {
+    "decode": _SHARED | {"chunk", "causal"},  # always causal
+    "peers": _SHARED | {"backward", "crossover"},
+    "processes": _SHARED - {"json"} | {"causal", "count_only"},
+    "model": _SHARED | {"causal", "device", "png"},  # always forward, backward and update
+}
+OWN = {"chunk": "decode", "crossover": "peers", "count_only": "processes"}  # flags that only one of them takes
 
 
 def add_to(app: typer.Typer) -> None:
@@ -23,18 +30,8 @@ def add_to(app: typer.Typer) -> None:
     )
 
 
-def parse_lengths(text: str) -> list[int]:
-    """`1024,4096` → [1024, 4096], ascending, each once."""
-    try:
-        lengths = sorted({int(piece) for piece in text.split(",")})
-    except ValueError:
-        raise typer.BadParameter(f"--n must be comma-separated integers ≥ 1, such as 1024,4096, not {text!r}") from None
-    if lengths[0] < 1:
-        raise typer.BadParameter(f"a length must be ≥ 1, not {lengths[0]}")
-    return lengths
-
-
 def bench(
+    context: typer.Context,
     specs: Annotated[
         list[str] | None,
         typer.Argument(metavar="SPEC...", help="Mechanisms with their options; with --peers, names of peers."),
@@ -51,7 +48,26 @@ def bench(
     ] = False,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Batch size. Default: 1; with --ragged 8.", show_default=False)
+    ] = None,
+    ragged: Annotated[
+        bool,
+        typer.Option("--ragged", help="Rows of n/2 to n tokens, padded: also against the same batch without padding."),
+    ] = False,
+    dropout: Annotated[
+        float | None,
+        typer.Option(
+            help="Attention dropout in training, a probability: also against the same step without dropout.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        bool,
+        typer.Option(
+            "--model", help="Measure a whole training step of a model of 6 layers, as wide as all heads together."
+        ),
+    ] = False,
     decode: Annotated[
         bool,
         typer.Option("--decode", help="Measure streaming: one decode step after n tokens, the state, and the prefill."),
@@ -93,75 +109,89 @@ def bench(
     Mechanisms on q, k, v are compared with torch's scaled_dot_product_attention with the same causal flag;
     mechanisms of whole layers are measured with their projections and compared with a layer of full attention.
 
+    With --model, a training step of a whole language model (forward, loss, backward, update) is compared with the same
+    model with full attention.
+
     With --decode, one token after n others is measured against full attention over a preallocated key/value cache.
 
     With --processes, one sequence is divided among several processes of one thread each: time and memory of a layer's
     forward and backward pass, and the bytes that a process sends, against ring attention (docs/distributed.md).
     """
-    if count_only and processes is None:
-        raise typer.BadParameter("--count-only needs --processes")
-    special = [name for name, on in (("--decode", decode), ("--peers", peers), ("--processes", processes)) if on]
-    if special and (device, dtype) != ("cpu", "float32"):
-        raise typer.BadParameter(f"{special[0]} measures on the CPU in float32: leave --device and --dtype out")
-    if len(special) > 1:
-        raise typer.BadParameter(f"{special[0]} and {special[1]} are measurements of their own: choose one")
+    kind = refuse_what_does_not_go_together(context)
     for path in (json, png):
-        _check_writable(path)
-    if peers:
-        if png is not None or causal:
-            raise typer.BadParameter("--peers goes with neither --png nor --causal")
-        from subquad.bench import Setting
-        from subquad.cli.peers import measure_and_print
-
-        given = Setting(batch=batch, heads=heads, head_dim=head_dim, backward=backward)
-        measure_and_print(specs or [], None if n is None else parse_lengths(n), given, repeats, json, crossover)
-        return
-    if not specs:
+        check_writable(path)
+    if not specs and kind != "peers":
         raise typer.BadParameter("SPEC is missing: name one mechanism or more, or pass --peers")
-    lengths = parse_lengths("1024,4096,8192" if n is None else n)
-    for spec in specs:
+    for spec in specs or () if kind != "peers" else ():
         check_name(spec)
-    if processes is not None:
-        if png is not None or json is not None:
-            raise typer.BadParameter("--processes prints a table: leave --json and --png out")
-        from subquad.cli.bench_processes import show
-
-        show(specs, lengths, parse_lengths(processes), causal, heads, head_dim, batch, repeats, count_only)
+    if dropout is not None and not backward:
+        raise typer.BadParameter("--dropout acts in training only: add --backward")
+    if ragged and batch == 1:
+        raise typer.BadParameter("--ragged needs rows of different lengths: --batch must be at least 2, not 1")
+    lengths = None if n is None else parse_lengths(n)
+    about = {"batch": batch or (8 if ragged else 1), "heads": heads, "head_dim": head_dim}
+    if kind == "peers":
+        _peers(specs or [], lengths, {**about, "backward": backward}, repeats, json, crossover)
         return
-    from subquad.bench import Setting, busy
-
-    if decode:
-        if backward or png is not None:
-            raise typer.BadParameter("--decode does not go with --backward or --png")
-        from subquad.cli.decode import decode_bench
-
-        decode_bench(
-            specs, lengths, Setting(batch=batch, heads=heads, head_dim=head_dim, causal=True), repeats, chunk, json
+    lengths = lengths or [1024, 4096, 8192]
+    if kind == "processes":
+        _processes(
+            specs or [],
+            lengths,
+            parse_lengths(processes or "", "--processes", "1,2,4"),
+            causal,
+            about,
+            repeats,
+            count_only,
         )
-        return
-    sizes = {"batch": batch, "heads": heads, "head_dim": head_dim}
-    setting = Setting(**sizes, causal=causal, backward=backward, device=device, dtype=dtype)
-    rows = _run(specs, lengths, setting, repeats, json)
-    console = out()
-    console.print(describe(setting), style="bold", soft_wrap=True)
-    why = busy(rows)
-    console.print(table(rows, trusted=why is None))
-    if why is not None:
-        console.print(f"these times are not to be trusted: {why}", style="bold", soft_wrap=True)
-    for line in remarks(rows):
-        console.print(line, style="dim", soft_wrap=True)
-    if png is not None:
-        from subquad.plots import draw_bench, save
-
-        save(draw_bench(rows, title=describe(setting)), png)
-        console.print(f"plot: {png}", soft_wrap=True)
-    if json is not None:
-        console.print(f"results: {json}", soft_wrap=True)
-    if device == "cuda":
-        console.print("no GPU has been measured yet: please send us the file of --json (docs/gpu.md)", soft_wrap=True)
+    elif kind == "decode":
+        _decode(specs or [], lengths, {**about, "causal": True}, repeats, chunk, json)
+    else:
+        chosen = {"causal": causal, "backward": backward, "device": device, "dtype": dtype, "ragged": ragged}
+        chosen |= {"dropout": dropout or 0.0}
+        if model:
+            chosen |= {"backward": True, "level": "model"}
+        _ordinary(specs or [], lengths, {**about, **chosen}, repeats, json, png)
 
 
-def _check_writable(path: Path | None) -> None:
+# ---- checks ----
+
+
+def refuse_what_does_not_go_together(context: typer.Context) -> str | None:
+    """The measurement of its own that was asked for, None for the ordinary one. A flag it would ignore is an error."""
+    given = [name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+    special = [name for name in TAKES if name in given]
+    if len(special) > 1:
+        raise typer.BadParameter(
+            f"{_flag(special[0])} and {_flag(special[1])} are measurements of their own: choose one"
+        )
+    kind = special[0] if special else None
+    for name in given:
+        if name in OWN and kind != OWN[name]:
+            raise typer.BadParameter(f"{_flag(name)} needs {_flag(OWN[name])}")
+        if kind is not None and name != kind and name not in TAKES[kind]:
+            raise typer.BadParameter(f"{_flag(kind)} does not go with {_flag(name)}: leave one of them out")
+    return kind
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def parse_lengths(text: str, flag: str = "--n", example: str = "1024,4096") -> list[int]:
+    """`1024,4096` → [1024, 4096], ascending, each once."""
+    try:
+        lengths = sorted({int(piece) for piece in text.split(",")})
+    except ValueError:
+        raise typer.BadParameter(
+            f"{flag} must be comma-separated integers ≥ 1, such as {example}, not {text!r}"
+        ) from None
+    if lengths[0] < 1:
+        raise typer.BadParameter(f"{'a length' if flag == '--n' else flag} must be ≥ 1, not {lengths[0]}")
+    return lengths
+
+
+def check_writable(path: Path | None) -> None:
     """A run may take long: find out before it whether its results can be kept. Leaves no trace."""
     if path is None:
         return
@@ -171,74 +201,38 @@ def _check_writable(path: Path | None) -> None:
         path.unlink()
 
 
-def _run(specs: Sequence[str], lengths: list[int], setting: Setting, repeats: int, json: Path | None) -> list[Row]:
-    from subquad.bench import measure, report, steps, write
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    console = err()
-    rows: list[Row] = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=steps(specs, lengths, repeats), completed=-1)
-        tell = lambda what: progress.update(task, description=what, advance=1)  # noqa: E731
-        for rows in measure(specs, lengths, setting, repeats=repeats, tell=tell):
-            if json is not None:
-                write(json, report(rows, setting))
-    return rows
+# ---- rooms ----
 
 
-def describe(setting: Setting) -> str:
-    what = "forward + backward" if setting.backward else "forward"
-    way = "causal" if setting.causal else "bidirectional"
-    where = "CPU" if setting.device == "cpu" else "GPU"
-    return f"{what}, {way}, batch {setting.batch}, {setting.heads} heads × {setting.head_dim}, {setting.dtype}, {where}"
+def _setting(about: dict[str, Any]) -> Setting:
+    from subquad.bench import Setting
+
+    return Setting(**about)
 
 
-def table(rows: Sequence[Row], *, trusted: bool = True) -> Table:
-    """One line per mechanism and length; full attention first, as the measure. ≈ marks times of a busy machine."""
-    result = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("n", "attention", "time", "against full", "memory", "FLOPs"):
-        result.add_column(title, justify="left" if title == "attention" else "right", no_wrap=title != "attention")
-    sign = "" if trusted else "≈ "
-    for last, row in zip([None, *rows], rows, strict=False):
-        if last is not None and last.n != row.n:
-            result.add_section()
-        name = f"{row.spec} (layer)" if row.level == "layer" else row.spec
-        length = f"{row.n:,}" if last is None or last.n != row.n else ""
-        result.add_row(
-            length, name, seconds(row.seconds), sign + against(row.ratio), size(row.memory), count(row.flops)
-        )
-    return result
+def _ordinary(specs: list[str], lengths: list[int], about: dict[str, Any], repeats: int, json, png) -> None:
+    from subquad.cli.bench_table import measure_and_print
+
+    if about.get("level") == "model":
+        import subquad.bench_model  # noqa: F401  adds the level
+
+    measure_and_print(specs, lengths, _setting(about), repeats, json, png)
 
 
-def remarks(rows: Sequence[Row]) -> list[str]:
-    """What the columns mean."""
-    lines = [
-        "memory: peak growth of a fresh process during one step, including output and gradients, without the inputs"
-    ]
-    if any(row.level == "layer" for row in rows):
-        lines.append("(layer): a whole layer with its projections, compared with a layer of full attention")
-    if any(row.flops is None for row in rows):
-        lines.append("FLOPs –: it runs on kernels that the counter does not know")
-    return lines
+def _peers(names: list[str], lengths: list[int] | None, about: dict[str, Any], repeats: int, json, crossover) -> None:
+    from subquad.cli.peers import measure_and_print
+
+    measure_and_print(names, lengths, _setting(about), repeats, json, crossover)
 
 
-def seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+def _decode(specs: list[str], lengths: list[int], about: dict[str, Any], repeats: int, chunk: int, json) -> None:
+    from subquad.cli.decode import decode_bench
+
+    decode_bench(specs, lengths, _setting(about), repeats, chunk, json)
 
 
-def against(ratio: float) -> str:
-    """Time over full attention's, in words."""
-    return f"{1 / ratio:.2f}× faster" if ratio < 0.995 else f"{ratio:.2f}× slower" if ratio > 1.005 else "1"
+def _processes(specs, lengths, processes: list[int], causal: bool, about: dict[str, Any], repeats, count_only) -> None:
+    from subquad.cli.bench_processes import show
 
-
-def size(memory: int | None) -> str:
-    return "–" if memory is None else f"{memory / 2**20:,.0f} MiB"
-
-
-def count(flops: int | None) -> str:
-    if flops is None:
-        return "–"
-    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if flops >= factor:
-            return f"{flops / factor:.3g} {unit}"
-    return f"{flops:,}"
+    sizes = (about["heads"], about["head_dim"], about["batch"])
+    show(specs, lengths, processes, causal, *sizes, repeats, count_only)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 from rich.table import Table
 
-from subquad.cli.bench import describe, seconds, size
+from subquad.cli.bench_table import describe, seconds, size
 from subquad.core.console import err, out
 
 

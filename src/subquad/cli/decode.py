@@ -41,7 +41,7 @@ def decode_bench(
 
 def table(rows: Sequence[DecodeRow]) -> Table:
     """One line per mechanism and length; full attention first, as the measure."""
-    from subquad.cli.bench import against, seconds
+    from subquad.cli.bench_table import against, seconds
 
     result = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("n", "attention", "step", "against full", "state", "of cache", "prefill"):

@@ -74,7 +74,7 @@ def merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict
 
 
 def table(rows: Sequence[PeerRow]) -> Table:
-    from subquad.cli.bench import seconds
+    from subquad.cli.bench_table import seconds
 
     result = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("peer", "ours", "n", "our time", "its time", "ratio", "full attention", "pays from"):

@@ -6,6 +6,8 @@ Every mechanism with its default options, in every direction it has, forward and
 Measured in pieces that `subquad bench` could measure too (a few mechanisms against full attention in one process), each
 kept at once: run the same command again to continue. A piece that was measured on a busy machine is measured again.
 
+Some mechanisms are measured as they are used, too: padded batches, dropout, and training steps of a whole model.
+
     break-even   the length from which a mechanism is faster than full attention at all longer lengths measured;
                  between two measured lengths, log(ratio) is taken to be linear in log(n)
 """
@@ -22,6 +24,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+import subquad.bench_model  # noqa: F401  adds the level
 from subquad import bench
 from subquad.attention.registry import available, for_length
 from subquad.bench import FULL, Setting
@@ -29,6 +32,10 @@ from subquad.studies import tables
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 GROUP = 6  # mechanisms that share a piece
+USED = ("combiner-fixed", "combiner-logsparse", "longformer", "composite-slice")  # measured as they are used, too
+RAGGED = (("batch", 8), ("ragged", True))
+DROPOUT = (("dropout", 0.1),)
+MODEL = (("level", "model"),)
 
 
 class Piece(NamedTuple):
@@ -39,13 +46,19 @@ class Piece(NamedTuple):
     causal: bool
     backward: bool
     memory: bool  # the memory of a step, else its time
+    use: tuple[tuple[str, Any], ...] = ()  # what differs from the setting: padding, dropout, a whole model
 
     def parts(self) -> list[tuple]:
-        return [(spec, self.n, self.causal, self.backward) for spec in self.specs]
+        return [(spec, self.n, self.causal, self.backward, self.use) for spec in self.specs]
+
+    def __str__(self) -> str:
+        way = f"{'causal' if self.causal else 'bidirectional'} {'forward + backward' if self.backward else 'forward'}"
+        use = "".join(f", {key} {value}" for key, value in self.use)
+        return f"{'memory' if self.memory else 'time'} at n = {self.n:,}, {way}{use}: {', '.join(self.specs)}"
 
 
 def pieces(names: Sequence[str], lengths: Sequence[int]) -> Iterator[Piece]:
-    """All of them: times at every length, and the memory of forward + backward at the longest."""
+    """All of them: times at every length, the memory of forward + backward at the longest, and times in use."""
     for causal in (False, True):
         able = [name for name in names if name != FULL and _can(name, causal)]
         groups = [tuple(able[i : i + GROUP]) for i in range(0, len(able), GROUP)]
@@ -53,6 +66,11 @@ def pieces(names: Sequence[str], lengths: Sequence[int]) -> Iterator[Piece]:
             for n in lengths:
                 yield from (Piece(group, n, causal, backward, False) for group in groups)
         yield from (Piece(group, max(lengths), causal, True, True) for group in groups)
+    for spec in (name for name in USED if name in names):
+        wanted = [(n, False, backward, RAGGED) for n in (1024, 4096) for backward in (False, True)]
+        for n, *way, use in [*wanted, (4096, False, True, DROPOUT), (8192, True, True, MODEL)]:
+            if n in lengths:
+                yield Piece((spec,), n, *way, False, use)
 
 
 def _can(name: str, causal: bool) -> bool:
@@ -65,17 +83,18 @@ def _can(name: str, causal: bool) -> bool:
 
 
 def measure(piece: Piece, setting: Setting, repeats: int, kept: dict[tuple, dict[str, Any]]) -> None:
-    """Measure a piece into `kept`: (spec, n, causal, backward) → a row."""
-    about = {"causal": piece.causal, "backward": piece.backward}
+    """Measure a piece into `kept`: (spec, n, causal, backward, use) → a row."""
+    about = {"causal": piece.causal, "backward": piece.backward, **dict(piece.use)}
     now = Setting(**{**asdict(setting), **about})
     if not piece.memory:
         *_, rows = bench.measure(piece.specs, [piece.n], now, repeats=repeats, memory=False)
         why = bench.busy(rows)
         for row in rows:
             if row.spec != FULL:
-                old = kept.get((row.spec, row.n, piece.causal, piece.backward), {})
-                memory = {key: old.get(key) for key in ("memory", "full_memory")}
-                kept[row.spec, row.n, piece.causal, piece.backward] = {**asdict(row), **memory, **about, "busy": why}
+                key = (row.spec, row.n, piece.causal, piece.backward, piece.use)
+                old = kept.get(key, {})
+                memory = {name: old.get(name) for name in ("memory", "full_memory")}
+                kept[key] = {**asdict(row), **memory, **about, "busy": why}
         return
     full: dict[str, int] = {}
     for key in piece.parts():
@@ -117,9 +136,7 @@ def run(
             continue
         if (time.monotonic() - started) / 60 > minutes:
             return False
-        way = f"{'causal' if piece.causal else 'bidirectional'} {'forward + backward' if piece.backward else 'forward'}"
-        what = "memory" if piece.memory else "time"
-        tell(f"{number}/{len(todo)}: {what} at n = {piece.n:,}, {way}: {', '.join(piece.specs)}")
+        tell(f"{number}/{len(todo)}: {piece}")
         measure(piece, setting, repeats, kept)
         write(path, setting, kept)
     return not any(missing(piece, kept) for piece in todo)
@@ -133,7 +150,12 @@ def read(path: Path, setting: Setting) -> dict[tuple, dict[str, Any]]:
     for key in ("versions", "machine", "setting"):
         if found[key] != _shared(now)[key]:
             raise ValueError(f"{path} was measured with other {key} ({found[key]}): delete it to measure again")
-    return {(row["spec"], row["n"], row["causal"], row["backward"]): row for row in found["rows"]}
+    return {(row["spec"], row["n"], row["causal"], row["backward"], use_of(row)): row for row in found["rows"]}
+
+
+def use_of(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What a row differs in from the setting of its file."""
+    return next((use for use in (RAGGED, DROPOUT, MODEL) if all(row.get(key) == value for key, value in use)), ())
 
 
 def write(path: Path, setting: Setting, kept: dict[tuple, dict[str, Any]]) -> None:

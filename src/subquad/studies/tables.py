@@ -62,10 +62,11 @@ def speed(result: dict[str, Any], words: Sequence[str]) -> str:
     """Of the mechanisms named, or of all: times faster than full attention at the longest length, memory and
     break-even lengths.
     """
-    longest = max(row["n"] for row in result["rows"])
+    rows = [row for row in result["rows"] if not _use(row)]
+    longest = max(row["n"] for row in rows)
     lines = []
-    for spec in words or dict.fromkeys(row["spec"] for row in result["rows"]):
-        own = [row for row in result["rows"] if row["spec"] == spec]
+    for spec in words or dict.fromkeys(row["spec"] for row in rows):
+        own = [row for row in rows if row["spec"] == spec]
         at = {(row["causal"], row["backward"]): row for row in own if row["n"] == longest}
         faster = [_faster(at.get(way)) for way in WAYS]
         lines.append([f"`{spec}`", *faster, _memory(at), *(break_even(own, causal) for causal in (False, True))])
@@ -109,7 +110,7 @@ def break_even(rows: Sequence[dict[str, Any]], causal: bool) -> str:
 
 def lengths(result: dict[str, Any], words: Sequence[str]) -> str:
     """Of all mechanisms: times faster than full attention over the length; `words`: causal, backward."""
-    chosen = [row for row in result["rows"] if row["causal"] == ("causal" in words)]
+    chosen = [row for row in result["rows"] if not _use(row) and row["causal"] == ("causal" in words)]
     chosen = [row for row in chosen if row["backward"] == ("backward" in words)]
     sizes = sorted({row["n"] for row in chosen})
     found = {(row["spec"], row["n"]): row for row in chosen}
@@ -118,6 +119,32 @@ def lengths(result: dict[str, Any], words: Sequence[str]) -> str:
         for spec in dict.fromkeys(row["spec"] for row in chosen)
     ]
     return markdown(["mechanism", *(f"{n:,}" for n in sizes)], lines)
+
+
+def _use(row: dict[str, Any]) -> str | None:
+    """What a row was measured for beside the plain step: ragged, dropout or model."""
+    return next(
+        (key for key in ("ragged", "dropout") if row.get(key)), "model" if row.get("level") == "model" else None
+    )
+
+
+def in_use(result: dict[str, Any], words: Sequence[str]) -> str:
+    """Of the mechanisms measured with `words`, ragged or dropout: their time over that of the same step without it;
+    with model: how many times faster a training step is than with full attention.
+    """
+    chosen = [row for row in result["rows"] if _use(row) == words[0]]
+    columns = sorted({(row["backward"], row["n"]) for row in chosen})
+    found = {(row["spec"], row["backward"], row["n"]): row for row in chosen}
+    lines = []
+    for spec in dict.fromkeys(row["spec"] for row in chosen):
+        cells = (found.get((spec, *column)) for column in columns)
+        lines.append([f"`{spec}`", *(_faster(row) if words[0] == "model" else _beside_plain(row) for row in cells)])
+    way = {True: "training step" if words[0] == "model" else "forward + backward", False: "forward"}
+    return markdown(["mechanism", *(f"{way[backward]}, n = {n:,}" for backward, n in columns)], lines)
+
+
+def _beside_plain(row: dict[str, Any] | None) -> str:
+    return "" if row is None or row["busy"] else f"{row['seconds'] / row['plain_seconds']:.2f}"
 
 
 # ---- a comparison --------------------------------------------------------------------------------------------
@@ -161,5 +188,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any], Sequence[str]], str]]] = 
     "machine": ("speed.json", machine),
     "speed": ("speed.json", speed),
     "lengths": ("speed.json", lengths),
+    "use": ("speed.json", in_use),
     "run": ("run.json", comparison),
 }

@@ -15,7 +15,9 @@ import numba
 import numpy as np
 
 from subquad.core.hashing import chance, halves, stream
+from subquad.kernels.gathers import CACHE, dot_rows, sum_rows
 from subquad.kernels.parallel import exp, inline, kernel
+from subquad.kernels.vectors import BYTES
 
 _SPAN = 64  # edges of a row before the next row's turn: 64 keys of 64 floats are 16 kB, half of a usual L1
 PRE, PUBLISHED = 1, 2  # what `softmax_backward_kernel` credits edges with; 0: nothing
@@ -71,7 +73,7 @@ def _hide(row, keys, real):
 
 
 @inline
-def _softmax(row):
+def softmax(row):
     """In place. A row with nothing above -inf becomes 0."""
     top = row.dtype.type(-np.inf)
     for e in range(row.size):
@@ -89,7 +91,7 @@ def _softmax(row):
 
 
 @inline
-def _factors(keys, state, rate, columns, like):
+def dropout_factors(keys, state, rate, columns, like):
     """What dropout multiplies the weights of these keys with; empty without dropout. `state`: the row's stream."""
     if rate == 0:
         return np.empty(0, like.dtype)
@@ -104,16 +106,16 @@ def _factors(keys, state, rate, columns, like):
 
 
 @inline
-def _multiply(x, y):
+def multiply_by(x, y):
     """In place; an empty y is 1."""
     for e in range(y.size):
         x[e] *= y[e]
 
 
 @inline
-def _softmax_backward(p, s, dp, factors, scale, mode, credit):
+def softmax_backward(p, s, dp, factors, scale, mode, credit):
     """p = the weights, dp = dout·v. s becomes dL/d(q·k), to sum dq and dk; dp becomes p · dropout, to sum dv."""
-    _multiply(dp, factors)
+    multiply_by(dp, factors)
     mean = s.dtype.type(0)
     for e in range(s.size):
         mean += p[e] * dp[e]
@@ -129,7 +131,7 @@ def _softmax_backward(p, s, dp, factors, scale, mode, credit):
     for e in range(s.size):
         s[e] = dp[e] * scale
         dp[e] = p[e]
-    _multiply(dp, factors)
+    multiply_by(dp, factors)
 
 
 # ---- a block of rows ----
@@ -160,23 +162,37 @@ def _part(ptr, i, part, parts):
 
 @inline
 def _block_dots(x, y, ptr, indices, scale, out):
-    rows, start = x.shape[0], ptr[0]
+    rows, start, width, size = x.shape[0], ptr[0], x.shape[1], x.itemsize
+    vectors = width * size // BYTES if width * size % BYTES == 0 else 0
     parts = max(1, (ptr[rows] - start) // (rows * _SPAN))
+    if vectors:
+        out[:] = 0
     for part in range(parts):
         for i in range(rows):
             a, b = _part(ptr, i, part, parts)
-            _dots(x[i], y, indices[a:b], scale, out[a - start : b - start])
+            if vectors and b > a:
+                keys = (indices.ctypes.data + a * indices.itemsize, indices.size - a, y.ctypes.data, width)
+                into, far = out.ctypes.data + (a - start) * size, y.size * size > CACHE
+                dot_rows(scale, b - a, x.ctypes.data + i * width * size, *keys, into, vectors, far)
+            else:
+                _dots(x[i], y, indices[a:b], scale, out[a - start : b - start])
 
 
 @inline
 def _block_sums(weights, y, ptr, indices, out):
     """out += the sums."""
-    rows, start = out.shape[0], ptr[0]
+    rows, start, width, size = out.shape[0], ptr[0], out.shape[1], out.itemsize
+    vectors = width * size // BYTES if width * size % BYTES == 0 else 0
     parts = max(1, (ptr[rows] - start) // (rows * _SPAN))
     for part in range(parts):
         for i in range(rows):
             a, b = _part(ptr, i, part, parts)
-            _sums(weights[a - start : b - start], y, indices[a:b], out[i])
+            if vectors and b > a:
+                keys = (indices.ctypes.data + a * indices.itemsize, indices.size - a, y.ctypes.data, width)
+                own, into = weights.ctypes.data + (a - start) * size, out.ctypes.data + i * width * size
+                sum_rows(out.dtype.type(0), b - a, own, *keys, into, vectors, y.size * size > CACHE)
+            else:
+                _sums(weights[a - start : b - start], y, indices[a:b], out[i])
 
 
 # ---- kernels: tasks are dealt in turn, so that heads of unequal density balance ----
@@ -224,17 +240,17 @@ def attention_kernel(tasks, rows, workers, q, k, v, graphs, places, drop, scale,
                 row, keys = p[ptr[i] - start : ptr[i + 1] - start], indices[ptr[i] : ptr[i + 1]]
                 if real.size:
                     _hide(row, keys, real[b])
-                _softmax(row)
+                softmax(row)
                 if rate > 0:
                     state = stream(seed, before + t, numbers[b, first + i])
-                    _multiply(row, _factors(keys, state, rate, columns[b], row))
+                    multiply_by(row, dropout_factors(keys, state, rate, columns[b], row))
             out[t, first:last] = 0
             _block_sums(p, v[t // group], ptr, indices, out[t, first:last])
 
 
 @kernel
 def softmax_backward_kernel(tasks, rows, workers, s, dp, graphs, n, places, drop, scale, mode, reach, credit):
-    """See `_softmax_backward`; edges |i - j| ≤ reach get no credit."""
+    """See `softmax_backward`; edges |i - j| ≤ reach get no credit."""
     indptr, indices, _ = graphs
     heads, _group, before, real = places
     seed, rate, numbers, columns = drop
@@ -249,11 +265,11 @@ def softmax_backward_kernel(tasks, rows, workers, s, dp, graphs, n, places, drop
                 p = s[u, start:stop].copy()
                 if real.size:
                     _hide(p, keys, real[b])
-                _softmax(p)
+                softmax(p)
                 factors = p[:0]
                 if rate > 0:
-                    factors = _factors(keys, stream(seed, before + t, numbers[b, i]), rate, columns[b], p)
-                _softmax_backward(p, s[u, start:stop], dp[u, start:stop], factors, scale, mode, given)
+                    factors = dropout_factors(keys, stream(seed, before + t, numbers[b, i]), rate, columns[b], p)
+                softmax_backward(p, s[u, start:stop], dp[u, start:stop], factors, scale, mode, given)
                 if mode and reach >= 0:
                     for e in range(keys.size):
                         if abs(keys[e] - i) <= reach:

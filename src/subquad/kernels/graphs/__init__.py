@@ -12,11 +12,11 @@
 
 Edges |i - j| ≤ reach are pinned: they are there whatever p is, so dL/dp_ij = 0 (reach = -1: none is).
 p itself is never needed: the forward pass uses M alone. Rows that come as a list run through the loops of the edge
-room, linear in the edges (`list_route`); rows that come as a mask run dense, a block of rows at a time: a matrix
-product, one fused kernel over the block while it is in the cache, a matrix product (`mask_route`). No n × m matrix is
-kept but the mask, one bit per pair. A row without edges gives 0, so the two routes are added where there are both. The
-choice is made inside one operator: a compiled graph holds both routes. On either the result of a row depends on nothing
-but the row.
+room, linear in the edges (`list_route`); rows that come as a mask run in tiles of 64 keys: all scores of a tile are one
+small matrix product, softmax and sums are over the edges alone (`tile_route`). The gradient of `difference`, which
+every pair has, takes whole blocks of rows (`mask_route`). No n × m matrix is kept but the mask, one bit per pair. A row
+without edges gives 0, so the two routes are added where there are both. The choice is made inside one operator: a
+compiled graph holds all routes. On any of them the result of a row depends on nothing but the row.
 """
 
 from subquad.kernels.graphs.op import graph_attention

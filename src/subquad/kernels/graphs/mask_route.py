@@ -1,7 +1,7 @@
-"""Rows of sampled graphs that come as a mask, on a CPU: all pairs, a block at a time.
+"""The backward pass of ste=difference on a CPU: a gradient of p for all pairs, a block at a time.
 
-Forward a matrix product, one fused kernel over the block while it is in the cache, a matrix product; backward seven and
-one (two of them carry the gradient of p). No n × m matrix is kept but the mask, one bit per pair.
+Seven matrix products, two of which carry the gradient of p, and one fused kernel over the block while it is in the
+cache. No n × m matrix is kept but the mask, one bit per pair.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from subquad.core.hashing import chance, halves, stream
 from subquad.kernels.edges.cpu import drop as dropout_of
-from subquad.kernels.graphs.reference import MODES, REST, settled_to_zero
+from subquad.kernels.graphs.reference import REST, settled_to_zero
 from subquad.kernels.masks import blocks, product, scratch, unpack
 from subquad.kernels.parallel import exp, inline, kernel, run
 
-_PRE, _PUBLISHED, _DIFFERENCE = range(len(MODES))
 _REST = REST
 
 
@@ -37,26 +36,7 @@ def _factors(drop, instance, heads, row, width, like):
 
 
 @inline
-def _softmax_row(row, edge, scale):
-    nothing = row.dtype.type(-np.inf)
-    top, total = nothing, row.dtype.type(0)
-    for j in range(row.size):
-        row[j] = row[j] * scale if edge[j] else nothing
-    for j in range(row.size):
-        top = max(top, row[j])
-    if top == nothing:
-        row[:] = 0
-        return
-    for j in range(row.size):
-        row[j] = exp(row[j] - top)
-    for j in range(row.size):
-        total += row[j]
-    for j in range(row.size):
-        row[j] /= total
-
-
-@inline
-def _backward_row(row, grad, edge, drop, scale, ste, gate):
+def _backward_row(row, grad, edge, drop, scale, gate):
     nothing = row.dtype.type(-np.inf)
     top, total, delta = nothing, row.dtype.type(0), row.dtype.type(0)
     for j in range(row.size):
@@ -66,10 +46,9 @@ def _backward_row(row, grad, edge, drop, scale, ste, gate):
         top = max(top, gate[j])
     if top == nothing:
         for j in range(row.size):  # any edge would be all that the row has
-            gate[j] = grad[j] if ste == _DIFFERENCE else row.dtype.type(0)
-        if ste == _DIFFERENCE:
-            for j in range(drop.size):
-                gate[j] *= drop[j]
+            gate[j] = grad[j]
+        for j in range(drop.size):
+            gate[j] *= drop[j]
         row[:], grad[:] = 0, 0
         return
     for j in range(row.size):
@@ -85,11 +64,8 @@ def _backward_row(row, grad, edge, drop, scale, ste, gate):
     for j in range(row.size):
         a = gate[j] / total
         ds = a * (grad[j] - delta)
-        if ste == _DIFFERENCE:
-            alone = edge[j] and edges == 1  # without it nothing is left: out = 0
-            gate[j] = grad[j] if alone else _edge_weight(a, edge[j], row[j], top, total, one, rest) * (grad[j] - delta)
-        else:
-            gate[j] = min(one, max(-one, ds)) if ste == _PUBLISHED else ds * row[j]
+        alone = edge[j] and edges == 1  # without it nothing is left: out = 0
+        gate[j] = grad[j] if alone else _edge_weight(a, edge[j], row[j], top, total, one, rest) * (grad[j] - delta)
         row[j] = ds * scale
         grad[j] = a
     for j in range(drop.size):
@@ -108,49 +84,19 @@ def _edge_weight(a, edge, s, top, total, one, rest):
 
 
 @kernel
-def _softmax(s, bits, scale, drop, first, heads, first_row):
-    """In place, over the last dimension of s (g, rows, m), where bits (g, rows, ⌈m / 8⌉) has an edge."""
-    for task in numba.prange(s.shape[0] * s.shape[1]):
-        t, i = task // s.shape[1], task % s.shape[1]
-        row = s[t, i]
-        _softmax_row(row, unpack(bits[t, i]), scale)
-        factors = _factors(drop, first + t, heads, first_row + i, row.size, row)
-        for j in range(factors.size):
-            row[j] *= factors[j]
-
-
-@kernel
-def _softmax_backward(s, dp, bits, scale, drop, first, heads, first_row, ste, g):
+def _softmax_backward(s, dp, bits, scale, drop, first, heads, first_row, g):
     """q·k and dout·v become the weights of dq, dk (ds · scale) and of dv (A); g becomes the gradient of p."""
     for task in numba.prange(s.shape[0] * s.shape[1]):
         t, i = task // s.shape[1], task % s.shape[1]
         factors = _factors(drop, first + t, heads, first_row + i, s.shape[2], s)
-        _backward_row(s[t, i], dp[t, i], unpack(bits[t, i]), factors, scale, ste, g[t, i])
+        _backward_row(s[t, i], dp[t, i], unpack(bits[t, i]), factors, scale, g[t, i])
 
 
 def _flat(*tensors: Tensor) -> list[Tensor]:
     return [x.flatten(0, 1) for x in tensors]  # (B, H, n, d) → (B·H, n, d)
 
 
-def forward(q, k, v, mask, key_mask, seed, scale, dropout, causal) -> Tensor:
-    out = torch.zeros(q.shape[:3] + v.shape[3:], dtype=q.dtype)
-    x, y, u, o = _flat(q, k, v, out)
-    bits = mask.numpy().reshape(len(x), x.shape[1], -1)  # (B·H, n, ⌈m / 8⌉)
-    drop = dropout_of(seed, dropout, key_mask, q.shape[0], q.shape[2], k.shape[2])
-    buffer = scratch(q, len(x), x.shape[1], y.shape[1])
-    for t, rows, keys in blocks(len(x), x.shape[1], y.shape[1], causal):
-        if not bits[t, rows].any():
-            continue
-        a = product(x[t, rows], y[t, keys].mT, buffer)  # (g, rows, keys)
-        where = (drop, t.start, q.shape[1], rows.start)
-        run(_softmax, a.numpy(), bits[t, rows], a.numpy().dtype.type(scale), *where)
-        o[t, rows] = torch.matmul(a, u[t, keys])
-    return out
-
-
-def backward(
-    grad, q, k, v, w, z, mask, key_mask, seed, scale, dropout, ste, causal, reach, gated
-) -> tuple[Tensor, ...]:
+def backward(grad, q, k, v, w, z, mask, key_mask, seed, scale, dropout, causal, reach) -> tuple[Tensor, ...]:
     """dq, dk, dv, dw, dz."""
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, w, z)]
     do, x, y, u, a, b = _flat(grad, q, k, v, w, z)
@@ -160,18 +106,15 @@ def backward(
     buffers = [scratch(q, len(x), x.shape[1], y.shape[1]) for _ in range(3)]
     number = np.dtype(str(q.dtype).removeprefix("torch.")).type
     for t, rows, keys in blocks(len(x), x.shape[1], y.shape[1], causal):
-        if not bits[t, rows].any() and ste != "difference":
-            continue
         s = product(x[t, rows], y[t, keys].mT, buffers[0])  # (g, rows, keys)
         dp = product(do[t, rows], u[t, keys].mT, buffers[1])
         g = buffers[2][: s.numel()].view_as(s)
-        where = (number(scale), drop, t.start, q.shape[1], rows.start, MODES.index(ste))
+        where = (number(scale), drop, t.start, q.shape[1], rows.start)
         run(_softmax_backward, s.numpy(), dp.numpy(), bits[t, rows], *where, g.numpy())
         dx[t, rows] = torch.matmul(s, y[t, keys])
         dy[t, keys].baddbmm_(s.mT, x[t, rows])
         du[t, keys].baddbmm_(dp.mT, do[t, rows])
-        if gated:
-            g = settled_to_zero(g, causal and ste == "difference", reach, rows.start)
-            da[t, rows] = torch.matmul(g, b[t, keys])
-            db[t, keys].baddbmm_(g.mT, a[t, rows])
+        g = settled_to_zero(g, causal, reach, rows.start)
+        da[t, rows] = torch.matmul(g, b[t, keys])
+        db[t, keys].baddbmm_(g.mT, a[t, rows])
     return tuple(grads)

@@ -11,7 +11,7 @@ Three samplers, one graph per batch element and head, every edge independent:
 `exact` runs algorithm 1 at the rate c_i·p_ij, merges duplicates and keeps each edge with probability
 p / (1 - exp(-c·p)); this is ≤ 1 as long as p is at most the bound b_i for which c_i = -ln(1 - b_i) / b_i. The bound
 of row i is W_i · max_j Z_j, linear to compute. Where it nears 1, or the row is dense, c·p edges cost more than looking
-at all of them: such a row is sampled as `bernoulli` does, and the statistics count it.
+at all of them: such a row is sampled as `bernoulli` does, most pairs by bounds of p alone, and the statistics count it.
 
 Beside the model: exploration δ adds every edge independently with probability δ; `reach` pins the edges |i - j| ≤ reach
 (0: the self-loop); causal keeps j ≤ i; keys outside the key mask have no edges.

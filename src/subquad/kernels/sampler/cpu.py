@@ -10,6 +10,7 @@ graphs is drawn.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,12 +46,13 @@ def sample(
     plan = _Plan.of(x.numpy(), y.numpy(), keys, rules, int(seed))
     masked = plan.masked(keys, rules)
     degrees, mask = np.zeros((len(x), n), np.int64), np.empty(0, np.uint8)
-    indices = _drawn_rows(x.numpy(), y.numpy(), keys, plan, rules, masked, degrees)
+    near = _Near.of(x, y, rules.causal, needed=bool(plan.dense.any()))
+    indices = _drawn_rows(x.numpy(), y.numpy(), keys, plan, near, rules, masked, degrees)
     if masked.any():
         mask = np.zeros((len(x), n, -(-m // 8)), np.uint8)
         run(loops.fill, _offsets(degrees), indices, masked, mask)
         indices = indices[:0] if masked.all() else indices[np.repeat(~masked.reshape(-1), degrees.reshape(-1))]
-        _dense_rows(x, y, keys, plan, rules, masked, mask, degrees)
+        _dense_rows(x, y, keys, plan, near, rules, masked, mask, degrees)
     counts = np.stack((plan.dense.sum(1), plan.proposed), 1)
     arrays = (_offsets(np.where(masked, 0, degrees)), indices, mask.reshape(-1), degrees, counts)
     return tuple(map(torch.from_numpy, arrays))
@@ -115,11 +117,51 @@ class _Plan:
         return np.full(self.dense.shape, self.expected.sum() > rules.crossover * possible.sum())
 
 
-def _dense_rows(w: Tensor, z: Tensor, keys: _Keys, plan: _Plan, rules: Rules, masked, mask, degrees) -> None:
-    """The masked rows of `plan.dense`, whole blocks of p at a time, into the packed mask."""
+class _Near(NamedTuple):
+    """p is nearly a sum: the terms of `loops._sift`, (B·H, n) of the queries and (B·H, m) of the keys."""
+
+    along_w: np.ndarray  # w_i·z̄
+    apart_w: np.ndarray  # |w_i - w̄|
+    along_z: np.ndarray  # w̄·(z_j - z̄)
+    apart_z: np.ndarray  # |z_j - z̄|
+
+    @classmethod
+    def of(cls, w: Tensor, z: Tensor, causal: bool, *, needed: bool) -> _Near:
+        """In causal mode a row must not know the means of all: its bounds say nothing, and every p is computed."""
+        if causal or not needed:
+            sizes = [x.shape[:2] if needed else (len(x), 0) for x in (w, w, z, z)]
+            return cls(
+                *(np.full(size, apart, w.numpy().dtype) for size, apart in zip(sizes, (0, 1e3, 0, 1), strict=True))
+            )
+        centres, terms = (w.mean(1), z.mean(1)), []  # (B·H, k): w̄, z̄
+        for x, (own, other) in ((w, centres), (z, centres[::-1])):
+            along, distance = (np.empty(x.shape[:2], x.numpy().dtype) for _ in range(2))
+            run(loops.apart, x.numpy(), own.numpy(), other.numpy(), along, distance)
+            terms += [along, distance]
+        terms[2] -= (centres[0] * centres[1]).sum(1, keepdim=True).numpy()
+        return cls(*terms)
+
+    @property
+    def open(self) -> float:
+        """About the share of pairs that the bounds leave open."""
+        return 2 * float((self.apart_w.mean(1) * self.apart_z.mean(1)).mean())
+
+
+def _dense_rows(
+    w: Tensor, z: Tensor, keys: _Keys, plan: _Plan, near: _Near, rules: Rules, masked, mask, degrees
+) -> None:
+    """The masked rows of `plan.dense` into the packed mask: by bounds, or whole blocks of p at a time."""
+    every = plan.dense & masked
+    if not every.any():
+        return
+    if near.open <= limits.OPEN:
+        where = (keys.heads, rules.exploration, rules.reach)
+        given = (w.numpy(), z.numpy(), tuple(near), every, plan.streams, keys.real, keys.rank)
+        run(loops.sieve, *given, where, mask, degrees)
+        return
     buffer = scratch(w, len(w), w.shape[1], z.shape[1])
     for t, rows, seen in blocks(len(w), w.shape[1], z.shape[1], rules.causal):
-        flags = plan.dense[t, rows] & masked[t, rows]
+        flags = every[t, rows]
         if flags.any():
             p = product(w[t, rows], z[t, seen].mT, buffer).numpy()
             where = (t.start, keys.heads, rows.start, rules.causal, rules.exploration, rules.reach)
@@ -127,7 +169,7 @@ def _dense_rows(w: Tensor, z: Tensor, keys: _Keys, plan: _Plan, rules: Rules, ma
             run(loops.compare, p, flags, plan.streams[t, rows], keys.real, keys.rank, where, *drawn)
 
 
-def _drawn_rows(w, z, keys: _Keys, plan: _Plan, rules: Rules, masked: np.ndarray, degrees: np.ndarray) -> np.ndarray:
+def _drawn_rows(w, z, keys: _Keys, plan: _Plan, near: _Near, rules: Rules, masked, degrees: np.ndarray) -> np.ndarray:
     """All rows but those left to `_dense_rows`: keys (E,), row after row. Groups of graphs bound the search tables."""
     pieces = [np.empty(0, np.int32)]
     step = max(1, TABLE // (z.shape[1] * z.shape[2]))
@@ -136,7 +178,8 @@ def _drawn_rows(w, z, keys: _Keys, plan: _Plan, rules: Rules, masked: np.ndarray
         dense, left = plan.dense[group], plan.dense[group] & masked[group]
         if not left.all():
             tables = loops.tables(z[group], needed=not dense.all())
-            chosen = (w[group], z[group], *tables, plan.boost[group], dense, left, plan.streams[group])
+            bounds = tuple(x[group] for x in near)
+            chosen = (w[group], z[group], *tables, plan.boost[group], dense, left, plan.streams[group], bounds)
             places = (keys.real, keys.rank, keys.listed, keys.visible)
             thin = rules.sampler == "exact"
             where = (t, keys.heads, rules.causal, rules.exploration, rules.reach, thin)

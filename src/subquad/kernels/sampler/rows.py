@@ -8,6 +8,8 @@ import numba
 import numpy as np
 
 from subquad.core.hashing import GAMMA, chance, halves, mix, stream
+from subquad.kernels.bits import lowest
+from subquad.kernels.gathers import fetch_ahead
 from subquad.kernels.masks import pack
 from subquad.kernels.parallel import FAST, launch, run
 
@@ -15,6 +17,7 @@ _inline = numba.njit(error_model="numpy")  # exact arithmetic: a mistake of one 
 _fast = numba.njit(error_model="numpy", fastmath=FAST)
 _kernel = numba.njit(error_model="numpy", parallel=True, cache=True, fastmath=FAST)
 _POINTS = 256  # points of a row that are settled together
+_SLACK = 4e-6  # what rounding may add to a sum of products ≤ 1
 _ROWS = 64  # rows of a task: enough for their edges to be predictable in number, few enough to balance the threads
 
 
@@ -137,6 +140,49 @@ def _dot(x, y):
     return total
 
 
+# ---- most pairs are decided without their p -------------------------------------------------------------------------
+
+
+@_kernel
+def apart(x, centre, direction, along, distance):
+    """x_i·direction and |x_i - centre| of every row: x (g, n, k), centre and direction (g, k) → (g, n)."""
+    for t in numba.prange(x.shape[0]):
+        for i in range(x.shape[1]):
+            row, middle, towards = x[t, i], centre[t], direction[t]
+            total = square = x.dtype.type(0)
+            for v in range(row.size):
+                total += row[v] * towards[v]
+                square += (row[v] - middle[v]) * (row[v] - middle[v])
+            along[t, i], distance[t, i] = total, math.sqrt(square)
+
+
+@_inline
+def _sift(w, z, bounds, real, rank, end, exploration, stream, marks, unsure):
+    """marks[j] = 1 where key j < end is drawn, by the random numbers of `compare`.
+
+    p_j = w·z_j is nearly a sum: w·z̄ + w̄·(z_j - z̄) ± |w - w̄|·|z_j - z̄|, by Cauchy and Schwarz. `bounds` are these four
+    terms. A random number outside of them decides by itself; p is computed for the others alone.
+    """
+    middle, width, along, wide = bounds
+    a, b = halves(stream)
+    one, delta, slack = w.dtype.type(1), w.dtype.type(exploration), w.dtype.type(_SLACK)
+    for j in range(end):
+        u = chance(a, b, rank[j])
+        p, error = middle + along[j], width * wide[j] + slack
+        low, high = p - error, p + error
+        yes = u < low + delta * (one - low)
+        marks[j] = real[j] & yes
+        unsure[j] = real[j] & (yes ^ (u < high + delta * (one - high)))
+    some = unsure.view(np.uint64)
+    for c in range(some.size):
+        if some[c] != 0:
+            for j in range(8 * c, 8 * c + 8):
+                if unsure[j]:
+                    p = _dot(w, z[j])
+                    marks[j] = chance(a, b, rank[j]) < p + delta * (one - p)
+                    unsure[j] = 0
+
+
 @_inline
 def _propose(w, z, upto, guide, scale, tops, end, rank, boost, state, thin, points, words, summary):
     """A unit-rate Poisson process along the row's intensity, cluster after cluster; returns state and number.
@@ -174,7 +220,11 @@ def _settle(w, z, upto, guide, scale, end, rank, boost, stream, thin, cluster, p
     """
     keys, size = np.empty(cluster.size, np.int32), guide.shape[1]
     for e in range(cluster.size):
-        keys[e] = guide[cluster[e], min(size - 1, int(place[e] * scale[cluster[e]]))]
+        keys[e] = min(size - 1, int(place[e] * scale[cluster[e]]))
+        fetch_ahead(guide.ctypes.data + (cluster[e] * size + keys[e]) * guide.itemsize)
+    for e in range(cluster.size):
+        keys[e] = guide[cluster[e], keys[e]]
+        fetch_ahead(upto.ctypes.data + (cluster[e] * upto.shape[1] + keys[e]) * upto.itemsize)
     for e in range(cluster.size):
         v, j = cluster[e], min(keys[e], end - 1)
         while j > 0 and upto[v, j] > place[e]:
@@ -208,20 +258,33 @@ def _explore(listed, visible, exploration, state, words, summary):
 
 
 @_inline
-def _look(w, z, real, rank, end, exploration, stream, words, summary):
-    """A dense row: every key, with the same random numbers as `compare`."""
-    a, b = halves(stream)
-    one, delta = w.dtype.type(1), w.dtype.type(exploration)
-    for j in range(end):
+def _look(w, z, bounds, real, rank, i, end, exploration, reach, stream, marks, unsure, keys):
+    """A dense row: every key, with the same random numbers as `compare`. Fills in keys, returns how many."""
+    _sift(w, z, bounds, real, rank, end, exploration, stream, marks, unsure)
+    for j in range(max(0, i - reach), min(end, i + reach + 1)):
+        marks[j] = real[j]
+    some, count = marks.view(np.uint64), 0
+    for c in range(some.size):
+        left = (some[c] * np.uint64(0x0102040810204080)) >> np.uint64(56)  # eight marks as bits, see `pack`
+        while left != 0:
+            keys[count] = np.int32(8 * c + np.intp(lowest(left)))
+            left &= left - np.uint64(1)
+            count += 1
+    marks[:end] = 0
+    return count
+
+
+@_inline
+def _pin(i, end, reach, real, words, summary):
+    for j in range(max(0, i - reach), min(end, i + reach + 1)):
         if real[j]:
-            p = _dot(w, z[j])
-            if chance(a, b, rank[j]) < p + delta * (one - p):
-                _add(words, summary, j)
+            _add(words, summary, j)
 
 
 @_kernel
 def _draw(tasks, workers, chosen, places, where, starts, buffer, degrees, proposed):
-    w, z, upto, guide, scale, boost, dense, left, streams_ = chosen
+    w, z, upto, guide, scale, boost, dense, left, streams_, near = chosen
+    along_w, apart_w, along_z, apart_z = near
     real, rank, listed, visible = places
     first_graph, heads, causal, exploration, reach, thin = where
     n, m = w.shape[1], z.shape[1]
@@ -229,6 +292,7 @@ def _draw(tasks, workers, chosen, places, where, starts, buffer, degrees, propos
     for worker in numba.prange(workers):
         words, summary = np.zeros((m >> 6) + 1, np.uint64), np.zeros((m >> 12) + 1, np.uint64)
         keys, points = np.empty(m, np.int32), (np.empty(_POINTS, np.int32), np.empty(_POINTS))
+        marks, unsure = np.zeros((m + 7) // 8 * 8, np.uint8), np.zeros((m + 7) // 8 * 8, np.uint8)
         for task in range(worker, tasks, workers):
             t, row = task // blocks, task % blocks * _ROWS
             u, at, tops = (first_graph + t) // heads, starts[task], upto[t, :, m].copy()
@@ -237,7 +301,9 @@ def _draw(tasks, workers, chosen, places, where, starts, buffer, degrees, propos
                     continue
                 x, state, end = w[t, i], streams_[t, i], i + 1 if causal else m
                 if dense[t, i]:
-                    _look(x, z[t], real[u], rank[u], end, exploration, state, words, summary)
+                    bounds = (along_w[t, i], apart_w[t, i], along_z[t], apart_z[t])
+                    about = (i, end, exploration, reach, state, marks, unsure, keys)
+                    count = _look(x, z[t], bounds, real[u], rank[u], *about)
                 else:
                     if causal:
                         tops[:] = upto[t, :, end]
@@ -246,10 +312,8 @@ def _draw(tasks, workers, chosen, places, where, starts, buffer, degrees, propos
                     proposed[task] += count
                     if exploration > 0:
                         _explore(listed[u], visible[u, i], exploration, state, words, summary)
-                for j in range(max(0, i - reach), min(end, i + reach + 1)):
-                    if real[u, j]:
-                        _add(words, summary, j)
-                count = _empty(words, summary, keys)
+                    _pin(i, end, reach, real[u], words, summary)
+                    count = _empty(words, summary, keys)
                 degrees[t, i] = count
                 room = min(count, starts[task + 1] - at)
                 buffer[at : at + room] = keys[:room]
@@ -310,6 +374,28 @@ def compare(p, flags, streams_, real, rank, where, bits, degrees):
             for j in range(end):
                 count += np.int32(marks[j])
             degrees[t, r] = count
+
+
+@_kernel
+def sieve(w, z, near, flags, streams_, real, rank, where, bits, degrees):
+    """`compare` without p, by bounds (`_sift`): w (g, n, k) → bits (g, n, ⌈m / 8⌉), where flags (g, n) says so."""
+    along_w, apart_w, along_z, apart_z = near
+    heads, exploration, reach = where
+    n, m = w.shape[1], z.shape[1]
+    for task in numba.prange(w.shape[0] * n):
+        t, i = task // n, task % n
+        if flags[t, i]:
+            seen, place = real[t // heads], rank[t // heads]
+            marks, unsure = np.zeros(8 * bits.shape[2], np.uint8), np.zeros(8 * bits.shape[2], np.uint8)
+            bounds = (along_w[t, i], apart_w[t, i], along_z[t], apart_z[t])
+            _sift(w[t, i], z[t], bounds, seen, place, m, exploration, streams_[t, i], marks, unsure)
+            for j in range(max(0, i - reach), min(m, i + reach + 1)):
+                marks[j] = seen[j]
+            pack(marks, bits[t, i])
+            count = np.int32(0)
+            for j in range(m):
+                count += np.int32(marks[j])
+            degrees[t, i] = count
 
 
 @_kernel
