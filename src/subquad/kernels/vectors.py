@@ -23,7 +23,7 @@ BYTES = 32  # of a vector
 WORD = ir.IntType(64)
 
 
-class _Emitter:
+class Emitter:
     """Loads, stores and arithmetic of vectors, at addresses."""
 
     def __init__(self, context: Any, builder: Any, kind: Any) -> None:
@@ -62,6 +62,15 @@ class _Emitter:
     def constant(self, value: float) -> Any:
         return ir.Constant(self.vector, [value] * self.lanes)
 
+    def reduced(self, vector: Any, together: Callable[[Any, Any], Any]) -> Any:
+        """All entries of a vector put together, half with half."""
+        count = self.lanes
+        while count > 1:
+            count //= 2
+            other = self.shuffle(vector, vector, [j + count if j < count else j for j in range(self.lanes)])
+            vector = together(vector, other)
+        return self.builder.extract_element(vector, ir.IntType(32)(0))
+
     def entries(self, vector: Any) -> list[Any]:
         return [self.builder.extract_element(vector, ir.IntType(32)(j)) for j in range(self.lanes)]
 
@@ -93,7 +102,7 @@ def _tile(rows: int, vectors: int, add: bool) -> Any:
     """c (rows × vectors) = or += a (rows × depth) · b (depth × vectors), all sums in registers."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, signature.args[0])
+        e = Emitter(context, builder, signature.args[0])
         a, row_a, step_a, b, row_b, c, row_c, depth = arguments[1:]
         a_rows = [e.place(a, builder.mul(WORD(r), row_a)) for r in range(rows)]
 
@@ -170,17 +179,14 @@ def dot(typingctx, kind, a, b, count) -> Any:
     """Σ a·b over two rows of `count` entries, a multiple of the lanes."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, kind)
+        e = Emitter(context, builder, kind)
         _, a, b, count = arguments
 
         def step(j, sums):
             return [e.multiply_add(e.load(e.place(a, j)), e.load(e.place(b, j)), sums[0])]
 
         (total,) = e.loop(count, e.lanes, [e.constant(0.0)], step)
-        first, *rest = e.entries(total)
-        for x in rest:
-            first = builder.fadd(first, x)
-        return first
+        return e.reduced(total, builder.fadd)
 
     return kind(kind, types.intp, types.intp, types.intp), emit
 
@@ -190,7 +196,7 @@ def largest(typingctx, kind, a, count) -> Any:
     """The largest entry of a row of `count` entries, a multiple of the lanes; NaN counts as nothing."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, kind)
+        e = Emitter(context, builder, kind)
         _, a, count = arguments
 
         def larger(x, y):
@@ -199,10 +205,7 @@ def largest(typingctx, kind, a, count) -> Any:
         (most,) = e.loop(
             count, e.lanes, [e.constant(float("-inf"))], lambda j, top: [larger(e.load(e.place(a, j)), top[0])]
         )
-        first, *rest = e.entries(most)
-        for x in rest:
-            first = larger(x, first)
-        return first
+        return e.reduced(most, larger)
 
     return kind(kind, types.intp, types.intp), emit
 
@@ -212,7 +215,7 @@ def scale_row(typingctx, factor, a, b, count) -> Any:
     """a = factor · b over rows of `count` entries, a multiple of the lanes."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, factor)
+        e = Emitter(context, builder, factor)
         by, a, b, count = arguments
         by = e.splat(by)
 
@@ -231,7 +234,7 @@ def _transpose_block(typingctx, kind, a, row_a, b, row_b) -> Any:
     """b = aᵀ for a square block of as many rows as a vector has lanes."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, kind)
+        e = Emitter(context, builder, kind)
         _, a, row_a, b, row_b = arguments
         rows = [e.load(e.place(a, builder.mul(WORD(i), row_a))) for i in range(e.lanes)]
         step = 1
@@ -254,7 +257,7 @@ def _copy_entry(typingctx, kind, a, b) -> Any:
     """The entry at b = the entry at a."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, kind)
+        e = Emitter(context, builder, kind)
         e.store(e.load(arguments[1], e.entry), arguments[2])
         return context.get_dummy_value()
 

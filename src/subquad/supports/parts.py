@@ -248,10 +248,16 @@ class Plan:
         return tuple(found)
 
     @cached_property
-    def covers(self) -> bool:
-        """Is every query touched by some part?"""
-        fresh = (part.queries for part in self.parts if part.fresh)
-        return sum(grid.blocks * grid.length for grid in fresh) == self.rows
+    def goes_up(self) -> bool:
+        """Do all places follow each other upwards? Kernels that walk in order need that."""
+        grids = [(part.queries, part.keys, part.placed, part.numbered) for part in self.parts]
+        drawn = any(part.draws and part.numbers is not None for part in self.parts)
+        return not drawn and all(grid.stride > 0 for four in grids for grid in four)
+
+    @cached_property
+    def lowered(self) -> dict[tuple, Any]:
+        """What kernels have made of the plan, kept as long as the plan is."""
+        return {}
 
 
 def make_plan(parts: Iterable[Part], rows: int, drawn: Iterable[int] = ()) -> Plan:
