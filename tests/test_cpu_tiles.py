@@ -7,10 +7,11 @@ import torch
 
 import subquad
 from subquad.kernels import maxima
+from subquad.kernels.clusters import cpu_attention
 from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge.cpu_program import program_of
-from subquad.kernels.pools import spans
+from subquad.kernels.pools import nodes, spans
 from subquad.kernels.vector_rows import add_row, exp_row, fill_row, gradient_row
 from subquad.kernels.vectors import dot, largest, multiply, multiply_add, scale_row, transpose
 from subquad.supports.grids import AxialVertical
@@ -245,3 +246,38 @@ def test_pooled_gradients_equal_plain_torch(n, size, skip, is_max):
         grad = torch.randn(out.shape, generator=draw)
         expected = spans._pool_backward._init_fn(grad, x, out, *about)
         torch.testing.assert_close(spans._pool_backward(grad, x, out, *about), expected)
+
+
+@pytest.mark.parametrize("kind", ["max", "sum"])
+@pytest.mark.parametrize("n", [1, 2, 7, 64, 101])
+def test_nodes_in_one_pass_equal_the_nodes_of_pairs(n, kind):
+    draw = torch.Generator().manual_seed(0)
+    x = (2 * torch.randn(2, 3, n, 4, generator=draw, dtype=torch.float64)).round().requires_grad_()  # ties
+    grad = torch.randn(x.shape, generator=draw, dtype=torch.float64)
+    found, expected = nodes.binary_nodes(x, kind), nodes.nodes_of_pairs(x, kind)
+    torch.testing.assert_close(found, expected)
+    both = [torch.autograd.grad(y, x, grad)[0] for y in (found, expected)]
+    torch.testing.assert_close(*both)
+    spoilt = x.detach().clone()
+    spoilt[0, 0, n // 2, 1] = torch.nan
+    torch.testing.assert_close(nodes.binary_nodes(spoilt, kind), nodes.nodes_of_pairs(spoilt, kind), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["routing", "combiner-routing"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("n", "clusters"), [(1, 3), (331, 17), (700, 2)])
+def test_clusters_in_tiles_equal_plain_torch(name, causal, n, clusters, monkeypatch):
+    """Values and gradients; clusters longer than a band, padding inside and behind, a row of nothing but padding."""
+    draw = torch.Generator().manual_seed(0)
+    a = subquad.attention(name, clusters=clusters, causal=causal, num_heads=2, head_dim=8).double()
+    q, k, v, g = (torch.randn(3, 2, n, 8, generator=draw, dtype=torch.float64) for _ in range(4))
+    mask = (torch.rand(3, n, generator=draw) < 0.8) & (torch.arange(n) < torch.tensor([[n], [n // 2], [0]]))
+    found = []
+    for route in (True, False):
+        if not route:
+            monkeypatch.setattr(cpu_attention, "takes", lambda *about: False)
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = a(*x, key_mask=mask)
+        found.append([out, *torch.autograd.grad(out, x, g)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-11, rtol=0)

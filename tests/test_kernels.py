@@ -14,6 +14,7 @@ from subquad.kernels.merge import merge_attention, reference
 from subquad.kernels.merge.op import merge
 from subquad.kernels.mixture import mixture_merge
 from subquad.kernels.pools import span_pool
+from subquad.kernels.pools.nodes import _nodes
 from subquad.kernels.pools.spans import _pool
 from subquad.kernels.tables import _edges, _mask
 from subquad.supports import patterns
@@ -279,6 +280,7 @@ def test_operators_keep_torchs_rules():
         opcheck(merge, q, [k, summaries[0]], [v, summaries[1]], *about)
     opcheck(_pool, q, torch.ones(2, 9, dtype=torch.bool), lengths, 4, 1, True)
     opcheck(running_max, q, 2, False)
+    opcheck(_nodes, q, True)
     opcheck(others_max, q, 2)
     opcheck(_mask, q, lengths, patterns.Star(w=2).text, [0], 9)
     both = AxialMixture(causal=True, cols=3, kinds=(("column",), ("row",))).text

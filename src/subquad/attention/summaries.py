@@ -18,7 +18,8 @@ from torch import Tensor
 from subquad.attention.base import Call
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members
-from subquad.kernels.pools.shapes import anyone, binary_nodes, others, pooled, prefixes
+from subquad.kernels.pools.nodes import binary_nodes
+from subquad.kernels.pools.shapes import anyone, others, pooled, prefixes
 from subquad.supports.grids import has_groups
 from subquad.supports.partitions import GroupSet
 from subquad.supports.shards import in_blocks

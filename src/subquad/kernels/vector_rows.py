@@ -116,17 +116,6 @@ def fill_row(typingctx, value, a, count) -> Any:
 
 
 @intrinsic
-def entry_at(typingctx, kind, address) -> Any:
-    """The entry that stands at an address, of the type of `kind`."""
-
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, kind)
-        return e.load(arguments[1], e.entry)
-
-    return kind(kind, types.intp), emit
-
-
-@intrinsic
 def byte_at(typingctx, address) -> Any:
     """The byte that stands at an address."""
 

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from subquad.kernels.parallel import inline
+from subquad.kernels.parallel import called, inline
 
 BYTES = 32  # of a vector
 WORD = ir.IntType(64)
@@ -154,7 +154,7 @@ def _strip(vectors: int, add: bool) -> Any:
 def _product(add: bool) -> Any:
     two, one = _strip(2, add), _strip(1, add)
 
-    @inline
+    @called
     def product(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size):
         """c (m × n) = or += a (m × depth) · b (depth × n), n a multiple of the lanes, depth ≥ 1."""
         wide, j = 2 * BYTES // size, 0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.clusters import cpu, reference, tiles
+from subquad.kernels.clusters import cpu, cpu_attention, reference, tiles
 
 prefix_op = torch.library.custom_op("subquad::cluster_prefix", mutates_args=())(reference.prefix)
 prefix_backward_op = torch.library.custom_op("subquad::cluster_prefix_backward", mutates_args=())(
@@ -16,6 +16,8 @@ attention_op = torch.library.custom_op("subquad::cluster_attention", mutates_arg
 attention_backward_op = torch.library.custom_op("subquad::cluster_attention_backward", mutates_args=())(
     tiles.attention_backward
 )
+attention_op.register_kernel("cpu")(cpu_attention.attention)
+attention_backward_op.register_kernel("cpu")(cpu_attention.attention_backward)
 prefix_op.register_kernel("cpu")(cpu.prefix)
 prefix_backward_op.register_kernel("cpu")(cpu.prefix_backward)
 

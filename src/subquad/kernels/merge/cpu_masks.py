@@ -11,6 +11,7 @@ from torch import Tensor
 from subquad.supports.parts import Part
 
 KEPT_BYTES = 1 << 26  # of the most recent masks
+SLACK = 16  # entries behind the last one, which kernels may read: they go in whole vectors
 
 
 class _MaskCache:
@@ -42,7 +43,8 @@ class _MaskCache:
     def _make(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         allowed = torch.from_numpy(part.allowed())  # (A or 1, L, S)
         empty = ~allowed.any(-1)  # (A or 1, L)
-        additive = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+        room = torch.zeros(allowed.numel() + SLACK, dtype=dtype)
+        additive = room[: allowed.numel()].view(allowed.shape).masked_fill_(~allowed, -torch.inf)
         return additive, (empty if bool(empty.any()) else None)
 
 

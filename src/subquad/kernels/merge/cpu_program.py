@@ -18,6 +18,7 @@ from subquad.kernels.merge.cpu_tiles import BAND, DRAWS, FIELDS, PLACES, ROWS
 from subquad.kernels.merge.reference import SOURCE
 from subquad.supports.parts import Part, Plan
 
+
 class Program(NamedTuple):
     """The tables of one plan, or of the plans of a batch one behind the other; see `cpu_tiles` for their columns."""
 
@@ -84,7 +85,9 @@ def together(programs: Sequence[Program]) -> tuple[Program, list[list[range]]]:
         parts[at][draws, PLACES] += starts["drawn"][at]
         pieces[at][:, 0] += starts["parts"][at]
         bands[at][:, :2] += starts["pieces"][at]
-    moved = [[range(r.start + a, r.stop + a) for r in p.phases] for p, a in zip(programs, starts["bands"], strict=False)]
+    moved = [
+        [range(r.start + a, r.stop + a) for r in p.phases] for p, a in zip(programs, starts["bands"], strict=False)
+    ]
     masked = [(number + int(starts["parts"][at]), part) for at, p in enumerate(programs) for number, part in p.masked]
     tables = [np.concatenate(x) for x in (parts, [p.drawn for p in programs], bands, pieces)]
     return Program(*tables, (), tuple(masked)), moved

@@ -17,7 +17,7 @@ import numpy as np
 from subquad.core.hashing import chance, halves, stream
 from subquad.kernels.parallel import inline, kernel
 from subquad.kernels.parallel import exp as exp_one
-from subquad.kernels.vector_rows import add_row, byte_at, entry_at, exp_row, fill_row, gradient_row
+from subquad.kernels.vector_rows import add_row, byte_at, exp_row, fill_row, gradient_row
 from subquad.kernels.vectors import BYTES, dot, largest, multiply, multiply_add, scale_row, transpose
 
 ROWS = 24  # of a tile: four times the rows of a product in registers
@@ -29,7 +29,7 @@ START, BLOCKS, STEP, LENGTH, STRIDE = range(5)  # of a grid
 LO, HI, XLO, XHI, SPAN, END = range(6)  # of a part's limits
 # where a part has what: its grids, its limits, and single numbers
 QUERIES, PLACES, POSITIONS, LIMITS, DRAWS, SOURCE, ORIGIN, NUMBERS, SELF, FIELDS = 0, 5, 10, 15, 21, 22, 23, 24, 27, 28
-KEY, KEY_GRADIENT, EXISTS, GROUP = 0, 8, 16, 18  # where a source has what; values stand behind keys
+KEY, KEY_GRADIENT, EXISTS, GROUP, ENTRIES = 0, 8, 16, 18, 20  # where a source has what; values stand behind keys
 PIECE_PART, PIECE_BLOCK, PIECE_ROW, PIECE_ROWS, PIECE_AT = range(5)
 FIRST, BEHIND, PLACE, DOWN, COUNT, FRESH = range(6)  # of a band
 
@@ -140,10 +140,9 @@ def _mask_tile(s, size, many, count, padded, limits, query, step, first_key, key
     if not _everything(limits, count, first_key, key_stride, query, query + (many - 1) * step):
         for i in range(many):
             _mask_row(s[i], count, limits, query + i * step, first_key, key_stride)
-    if mask[0]:
+    if mask[0]:  # 0 or -inf, also behind its last entry
         for i in range(many):
-            for j in range(count):
-                s[i, j] += entry_at(nothing, mask[0] + (i * mask[1] + j) * size)
+            add_row(s.dtype.type(1), s.ctypes.data + i * KEYS * size, mask[0] + i * mask[1] * size, padded)
     if exists:
         for j in range(count):
             if byte_at(exists + j * apart) == 0:
@@ -175,26 +174,23 @@ def _turned(like, size, width, count, a, row, into, scale):
 
 
 @inline
-def _take_up(like, size, width, out, lse, place, step, rows, fresh, sums, top, total):
-    """The state of the rows, from what earlier parts have left in out and lse."""
+def _take_row(like, size, width, out, lse, place, fresh, sums, r, top, total):
+    """The state of row r, from what earlier parts have left in out and lse."""
     nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
-    for r in range(rows):
-        top[r] = nothing if fresh else lse[place + r * step]
-        total[r] = zero if top[r] == nothing else one
-        if total[r] == zero:
-            fill_row(zero, sums + r * width * size, width)
-        else:
-            scale_row(one, sums + r * width * size, out[0] + (place + r * step) * out[1] * size, width)
+    top[r] = nothing if fresh else lse[place]
+    total[r] = zero if top[r] == nothing else one
+    if total[r] == zero:
+        fill_row(zero, sums + r * width * size, width)
+    else:
+        scale_row(one, sums + r * width * size, out, width)
 
 
 @inline
-def _lay_down(like, size, width, out, lse, place, step, rows, sums, top, total):
-    """The state of the rows into out and lse."""
+def _lay_row(like, size, width, out, lse, place, sums, r, top, total):
+    """The state of row r into out and lse."""
     nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
-    for r in range(rows):
-        share = one / total[r] if total[r] != zero else zero
-        scale_row(share, out[0] + (place + r * step) * out[1] * size, sums + r * width * size, width)
-        lse[place + r * step] = top[r] + np.log(total[r]) if total[r] != zero else nothing
+    scale_row(one / total[r] if total[r] != zero else zero, out, sums + r * width * size, width)
+    lse[place] = top[r] + np.log(total[r]) if total[r] != zero else nothing
 
 
 @inline
@@ -329,7 +325,10 @@ def forward(
             b, h = g // heads, g % heads
             q_, out_ = _matrix(q, 0, 1, b, h, size), _matrix(out, 0, 1, b, h, size)
             place, down, rows = band[PLACE], band[DOWN], band[COUNT]
-            _take_up(like, size, width, out_, lse[g], place, down, rows, band[FRESH], sums, top, total)
+            for r in range(rows):
+                at = place + r * down
+                to = out_[0] + at * out_[1] * size
+                _take_row(like, size, width, to, lse[g], at, band[FRESH], sums, r, top, total)
             for number in range(band[FIRST], band[BEHIND]):
                 piece = pieces[number]
                 part = parts[piece[PIECE_PART]]
@@ -340,7 +339,9 @@ def forward(
                 else:
                     _forward_piece(like, size, width, part, piece, drawn, masks[piece[PIECE_PART]], source, b, h, q_,
                                    place, down, g, scale, random, across, s, sums, top, total)  # fmt: skip
-            _lay_down(like, size, width, out_, lse[g], place, down, rows, sums, top, total)
+            for r in range(rows):
+                at = place + r * down
+                _lay_row(like, size, width, out_[0] + at * out_[1] * size, lse[g], at, sums, r, top, total)
 
 
 # ---- backward -----------------------------------------------------------------------------------------------
@@ -371,7 +372,13 @@ def _backward_piece(
     (k, k_row), (v, v_row) = _of_head(source, KEY, b, h, size)
     (dk, dk_row), (dv, dv_row) = _of_head(source, KEY_GRADIENT, own, h, size)
     place = place0 + piece[PIECE_AT] * down
-    where0, kt, vt, st, dst = place + part[ORIGIN], across.ctypes.data, beyond.ctypes.data, s.ctypes.data, ds.ctypes.data
+    where0, kt, vt, st, dst = (
+        place + part[ORIGIN],
+        across.ctypes.data,
+        beyond.ctypes.data,
+        s.ctypes.data,
+        ds.ctypes.data,
+    )
     exists = source[EXISTS] + b * source[EXISTS + 1] if source[EXISTS] else 0
     for run in range(max(draws, 1)):
         first, length, offset = _run(keys, drawn, draws, block, run)
@@ -450,12 +457,25 @@ def _prepare_rows(like, size, width, out, dout, dq, lse, place, down, rows, fres
         base[r] = zero if found == nothing else found  # exp(-inf - 0) = 0: empty rows get no gradient
 
 
+@inline
+def _clear(like, size, width, sources, own, first, last):
+    """dk and dv = 0 for the heads of a task."""
+    for s in range(len(sources)):
+        source = sources[s]
+        for at in range(2):
+            group = source[GROUP + at]
+            for h in range(first // group * group, last, group):
+                start, row = _matrix(source, KEY_GRADIENT + 4 * at, group, own, h, size)
+                for place in range(source[ENTRIES]):
+                    fill_row(like.dtype.type(0), start + place * row * size, width)
+
+
 @kernel
 def backward(
     like, size, width, heads, workers, tasks, bands, pieces, parts, drawn, masks, sources, whole,
-    q, out, dout, dq, lse, scale, random,
+    q, out, dout, dq, lse, scale, random, clear,
 ):  # fmt: skip
-    """dq, dk and dv += the share of the tasks, (batch element, first head, behind the last, first band, behind the
+    """dq = and dk, dv += the share of the tasks, (batch element, first head, behind the last, first band, behind the
     last, its dk and dv among those of all). Heads that share keys are in one task: no two tasks add to the same place.
     """
     for worker in numba.prange(workers):
@@ -464,6 +484,8 @@ def backward(
         base, delta = np.empty(BAND, like.dtype), np.empty(BAND, like.dtype)
         for task in range(worker, len(tasks), workers):
             b, own = tasks[task, 0], tasks[task, 5]
+            if clear:
+                _clear(like, size, width, sources[0], own, tasks[task, 1], tasks[task, 2])
             for h in range(tasks[task, 1], tasks[task, 2]):
                 g = b * heads + h
                 q_, out_ = _matrix(q, 0, 1, b, h, size), _matrix(out, 0, 1, b, h, size)

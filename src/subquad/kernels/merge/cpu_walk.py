@@ -46,12 +46,14 @@ def backward(chosen: Rows, grad, q: Tensor, keys, values, out, lse, valid, scale
         work = _Work(chosen, q, threads)
         least = min(x.shape[1] for x in (*keys, *values))
         shares = work.shares(len(q) * least, threads)
-        dkv = [[x.new_zeros(shares * len(x), *x.shape[1:]) for x in pair] for pair in zip(keys, values, strict=True)]
-        pairs = [(k, v, *new) for k, v, new in zip(keys, values, dkv, strict=True)]
-        tables = work.tables(q, pairs, valid)
+        clear = shares == 1 and sum(rows.stop - rows.start for rows, _ in chosen) == len(q)  # by those who add to them
+        make = torch.empty if clear else torch.zeros
+        pairs = [*zip(keys, values, strict=True)]
+        dkv = [[make((shares * len(x), *x.shape[1:]), dtype=q.dtype) for x in pair] for pair in pairs]
+        tables = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
         ends = (*(_matrix(x) for x in (q, out, grad, dq)), lse.reshape(-1, q.shape[2]).numpy())
         for tasks in work.groups_of(least, shares):
-            tiles.backward(*_type(q), threads, tasks, *tables, *ends, *_numbers(q, scale, seed, dropout))
+            tiles.backward(*_type(q), threads, tasks, *tables, *ends, *_numbers(q, scale, seed, dropout), clear)
     if shares > 1:
         dkv = [[x.unflatten(0, (-1, shares)).sum(1) for x in pair] for pair in dkv]
     return [dq, *(pair[0] for pair in dkv), *(pair[1] for pair in dkv)]
@@ -117,11 +119,12 @@ class _Work:
         for at, mask in kept:
             masks[at] = mask.data_ptr(), len(mask), mask.stride(0), mask.stride(1)
         self.alive = kept, [x.contiguous() for x in valid]  # addresses: they must not go before the kernel has run
-        table = np.zeros((2, len(sources), 20), dtype=np.int64)
+        table = np.zeros((2, len(sources), 21), dtype=np.int64)
         for s, tensors in enumerate(sources):
             for at, x in enumerate(tensors):
                 table[:, s, 4 * at : 4 * at + 4] = _matrix(x)
             table[:, s, tiles.GROUP : tiles.GROUP + 2] = [self.heads // x.shape[1] for x in tensors[:2]]
+            table[:, s, tiles.ENTRIES] = tensors[0].shape[2]
         for s, x in enumerate(self.alive[1]):
             table[0, s, tiles.EXISTS : tiles.EXISTS + 2] = x.data_ptr(), x.stride(0) if len(x) > 1 else 0
         return p.bands, p.pieces, p.parts, p.drawn, masks, table, self._whole(q, len(sources))
@@ -147,8 +150,6 @@ def _type(q: Tensor) -> tuple[np.ndarray, int, int, int]:
 
 def _matrix(x: Tensor) -> tuple[int, int, int, int]:
     return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)
-
-
 
 
 def _numbers(q: Tensor, scale: float, seed: Tensor | None, dropout: float) -> tuple:
