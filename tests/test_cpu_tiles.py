@@ -13,7 +13,7 @@ from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge.cpu_program import program_of
 from subquad.kernels.pools import nodes, spans
 from subquad.kernels.vector_rows import add_row, exp_row, fill_row, gradient_row
-from subquad.kernels.vectors import dot, largest, multiply, multiply_add, scale_row, transpose
+from subquad.kernels.vectors import dot, largest, multiply, multiply_add, multiply_add_turned, scale_row, transpose
 from subquad.supports.grids import AxialVertical
 from subquad.supports.parts import FAR, Grid, Part, make_plan, rows_to_keys
 from subquad.supports.spans import Fixed, Logsparse, Window
@@ -25,8 +25,12 @@ TYPES = [np.float32, np.float64]
 def products(like, size, a, b, c, turned):
     m, depth = a.shape
     sizes = (m, b.shape[1], depth)
-    multiply(like[0], *sizes, a.ctypes.data, depth, 1, b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1], size)
-    multiply_add(like[0], *sizes, a.ctypes.data, depth, 1, b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1], size)
+    straight = (*sizes, a.ctypes.data, depth, b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1], size)
+    multiply(like[0], *straight)
+    multiply_add(like[0], *straight)
+    columns = np.ascontiguousarray(a.T)  # depth × m
+    across = (*sizes, columns.ctypes.data, m, b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1], size)
+    multiply_add_turned(like[0], *across)
     transpose(like[0], depth, b.shape[1], b.ctypes.data, b.shape[1], turned.ctypes.data, depth, size)
 
 
@@ -37,7 +41,7 @@ def test_products_and_transposes(kind, m, n, depth):
     a, b = draw.standard_normal((m, depth)).astype(kind), draw.standard_normal((depth, n)).astype(kind)
     c, turned = np.full((m, n), np.nan, kind), np.zeros((n, depth), kind)
     products(np.zeros(1, kind), c.itemsize, a, b, c, turned)
-    np.testing.assert_allclose(c, 2 * a @ b, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(c, 3 * a @ b, rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(turned, b.T)
 
 

@@ -151,24 +151,36 @@ def _strip(vectors: int, add: bool) -> Any:
     return strip
 
 
-def _product(add: bool) -> Any:
+def _product(add: bool, turned: bool) -> Any:
+    """A product of its own for each way in which a stands in memory: one step is 1, which the address then lacks."""
     two, one = _strip(2, add), _strip(1, add)
 
     @called
-    def product(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size):
-        """c (m × n) = or += a (m × depth) · b (depth × n), n a multiple of the lanes, depth ≥ 1."""
+    def straight(kind, m, n, depth, a, row_a, b, row_b, c, row_c, size):
         wide, j = 2 * BYTES // size, 0
         while n - j >= wide:
-            two(kind, m, a, row_a, step_a, b + j * size, row_b, c + j * size, row_c, depth, size)
+            two(kind, m, a, row_a, 1, b + j * size, row_b, c + j * size, row_c, depth, size)
             j += wide
         if n > j:
-            one(kind, m, a, row_a, step_a, b + j * size, row_b, c + j * size, row_c, depth, size)
+            one(kind, m, a, row_a, 1, b + j * size, row_b, c + j * size, row_c, depth, size)
 
-    return product
+    @called
+    def across(kind, m, n, depth, a, step_a, b, row_b, c, row_c, size):
+        wide, j = 2 * BYTES // size, 0
+        while n - j >= wide:
+            two(kind, m, a, 1, step_a, b + j * size, row_b, c + j * size, row_c, depth, size)
+            j += wide
+        if n > j:
+            one(kind, m, a, 1, step_a, b + j * size, row_b, c + j * size, row_c, depth, size)
+
+    return across if turned else straight
 
 
-multiply = _product(False)
-multiply_add = _product(True)
+# c (m × n) = or += a (m × depth) · b (depth × n), n a multiple of the lanes, depth ≥ 1; rows of a, or its columns when
+# it is turned, stand side by side
+multiply = _product(add=False, turned=False)
+multiply_add = _product(add=True, turned=False)
+multiply_add_turned = _product(add=True, turned=True)
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------

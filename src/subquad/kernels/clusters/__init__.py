@@ -4,7 +4,8 @@
     out_i = one softmax over the own cluster's tokens and, where given, the summaries of the other clusters
 
 `op` has the entrances, schemas and derivatives. The pools run in Numba on a CPU (`cpu`), elsewhere as in `reference`.
-The attention is made of products of small matrices (`layout`, `tiles`), on any device; `reference` has it dense.
+The attention is made of products of small matrices (`layout`, `tiles`), on any device; on a CPU it runs in tiles of
+scores (`cpu_attention`, `cpu_tiles`), except with dropout or chunks. `reference` has it dense.
 `meetings` sums over queries and keys that are clustered each for themselves.
 """
 

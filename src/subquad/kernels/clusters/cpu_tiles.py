@@ -16,7 +16,7 @@ import numpy as np
 from subquad.kernels.merge.cpu_tiles import BAND, KEYS, ROWS, _lay_row, _softmax_tile, _take_row, _turned
 from subquad.kernels.parallel import inline, kernel
 from subquad.kernels.vector_rows import add_row, fill_row, gradient_row
-from subquad.kernels.vectors import BYTES, dot, multiply, multiply_add, scale_row
+from subquad.kernels.vectors import BYTES, dot, multiply, multiply_add, multiply_add_turned, scale_row
 
 NEVER = 1 << 30
 FIRST_ROW, ROW_COUNT, FIRST_KEY, KEY_COUNT = range(4)  # of a tile
@@ -32,7 +32,7 @@ def _gather(like, size, width, x, places, first, count, last, into):
 
 @inline
 def _times(about, places, first, count, now):
-    """born, end and tag of some keys; how many of them can be seen by `now`, the latest query, counted from the end."""
+    """now = born, end and tag of some keys."""
     born, end, tag = about
     for j in range(count):
         at = places[first + j]
@@ -63,7 +63,7 @@ def _hide(s, many, count, padded, now, time, tag, rows, first, others):
 
 @kernel
 def forward(like, size, width, workers, tiles, rows, keys, time, about, others, fresh, q, k, v, out, lse, scale):
-    """out and lse of the tiles' queries; tiles (T, 4): first row, rows, first key, keys, of the lists `rows`, `keys`."""
+    """out and lse of the tiles' queries; tiles (T, 4): first row, rows, first key, keys, of the lists of tokens."""
     last = len(time) - 1
     for worker in numba.prange(workers):
         across, s = np.empty((width, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)
@@ -97,11 +97,11 @@ def forward(like, size, width, workers, tiles, rows, keys, time, about, others, 
                     if some == 0:
                         continue
                     padded = -(-some // lanes) * lanes
-                    multiply(like[0], many, padded, width, qt + r0 * width * size, width, 1, kt, KEYS, st, KEYS, size)
+                    multiply(like[0], many, padded, width, qt + r0 * width * size, width, kt, KEYS, st, KEYS, size)
                     _hide(s, many, some, padded, now, time, about[2], rows, row0 + r0, others)
                     _softmax_tile(like, size, width, s, many, some, padded, top, total, at, r0)
                     into = at + r0 * width * size
-                    multiply_add(like[0], many, width, some, st, KEYS, 1, vt, width, into, width, size)
+                    multiply_add(like[0], many, width, some, st, KEYS, vt, width, into, width, size)
             for r in range(many_rows):
                 place = rows[row0 + r]
                 _lay_row(like, size, width, out + place * width * size, lse, place, at, r, top, total)
@@ -156,15 +156,15 @@ def backward(
                         if some == 0:
                             continue
                         padded, turned = -(-some // lanes) * lanes, (some, width, many)
-                        multiply(like[0], many, padded, width, qt + here, width, 1, kt, KEYS, st, KEYS, size)
-                        multiply(like[0], many, padded, width, gt + here, width, 1, bt, KEYS, dst, KEYS, size)
+                        multiply(like[0], many, padded, width, qt + here, width, kt, KEYS, st, KEYS, size)
+                        multiply(like[0], many, padded, width, gt + here, width, bt, KEYS, dst, KEYS, size)
                         _hide(s, many, some, padded, now, time, about[2], rows, row0 + r0, others)
                         for i in range(many):
                             row = i * KEYS * size
                             gradient_row(base[r0 + i], delta[r0 + i], scale, st + row, dst + row, padded)
-                        multiply_add(like[0], many, width, some, dst, KEYS, 1, nt, width, ct + here, width, size)
-                        multiply_add(like[0], *turned, dst, 1, KEYS, qt + here, width, dkt.ctypes.data, width, size)
-                        multiply_add(like[0], *turned, st, 1, KEYS, gt + here, width, dvt.ctypes.data, width, size)
+                        multiply_add(like[0], many, width, some, dst, KEYS, nt, width, ct + here, width, size)
+                        multiply_add_turned(like[0], *turned, dst, KEYS, qt + here, width, dkt.ctypes.data, width, size)
+                        multiply_add_turned(like[0], *turned, st, KEYS, gt + here, width, dvt.ctypes.data, width, size)
                     for j in range(count):
                         if now[0, j] < NEVER:
                             at, own = keys[key0 + c + j] * width * size, j * width * size

@@ -152,7 +152,7 @@ def _stretches(blocks: list[_Block], height: int) -> Iterator[tuple[int, int, li
 
 
 def _piece(part: Part, block: _Block, low: int, high: int) -> tuple[int, ...]:
-    """(part, block, first row of the block, rows, first row of the band); of selves (part, first, step, how many, …)."""
+    """(part, block, first row of the block, rows, first row of the band); selves (part, first, step, how many, …)."""
     if block.block >= 0:
         begin, end = max(low, block.low), min(high, block.high)
         return block.part, block.block, begin - block.low, end - begin, begin - low

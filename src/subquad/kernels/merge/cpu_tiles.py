@@ -1,9 +1,9 @@
 """The parts of a plan in tiles of scores that stay in the first-level cache, with one running softmax per row.
 
-A row's state is (largest score m, total l of exp(score - m), sum a of exp(score - m)·value). A band of rows goes through
-all the parts that it has a share in, one after the other, before its state becomes (out, lse): nothing of the size of
-the scores is ever written, and no part reads what another has written. Rules of positions say which keys a tile can see
-at all: those it cannot are not multiplied. `cpu_program` makes bands and pieces of a plan.
+A row's state is (largest score m, total l of exp(score - m), sum a of exp(score - m)·value). A band of rows goes
+through all the parts that it has a share in, one after the other, before its state becomes (out, lse): nothing of the
+size of the scores is ever written, and no part reads what another has written. Rules of positions say which keys a tile
+can see at all: those it cannot are not multiplied. `cpu_program` makes bands and pieces of a plan.
 
 Everything is given by addresses and strides in entries. A matrix is (address, stride of batch elements, of heads, of
 places), a row of `sources` is the keys, the values, and which exist; a grid is (start, blocks, step, length, stride).
@@ -15,10 +15,19 @@ import numba
 import numpy as np
 
 from subquad.core.hashing import chance, halves, stream
-from subquad.kernels.parallel import inline, kernel
 from subquad.kernels.parallel import exp as exp_one
+from subquad.kernels.parallel import inline, kernel
 from subquad.kernels.vector_rows import add_row, byte_at, exp_row, fill_row, gradient_row
-from subquad.kernels.vectors import BYTES, dot, largest, multiply, multiply_add, scale_row, transpose
+from subquad.kernels.vectors import (
+    BYTES,
+    dot,
+    largest,
+    multiply,
+    multiply_add,
+    multiply_add_turned,
+    scale_row,
+    transpose,
+)
 
 ROWS = 24  # of a tile: four times the rows of a product in registers
 KEYS = 128  # of a tile
@@ -231,7 +240,7 @@ def _forward_piece(
     across, s, sums, top, total,
 ):  # fmt: skip
     """What one part adds to the state of some rows of a band."""
-    seed, dropout, up, one, lanes = random[0], random[1], random[2], like.dtype.type(1), BYTES // size
+    seed, dropout, up, lanes = random[0], random[1], random[2], BYTES // size
     keys, positions, limits, draws = _grid(part, PLACES), _grid(part, POSITIONS), _limits(part), part[DRAWS]
     stride, apart, block, rows = keys[STRIDE], positions[STRIDE], piece[PIECE_BLOCK], piece[PIECE_ROWS]
     (k, k_row), (v, v_row) = _of_head(source, KEY, b, h, size)
@@ -254,7 +263,7 @@ def _forward_piece(
                 if count <= 0:
                     continue
                 key, padded, at = key0 + column * stride, -(-count // lanes) * lanes, low + column
-                rows_q = (q[0] + (place + r0 * down) * q[1] * size, down * q[1], 1)
+                rows_q = (q[0] + (place + r0 * down) * q[1] * size, down * q[1])
                 multiply(like[0], many, padded, width, *rows_q, kt + column * size, KEYS, st, KEYS, size)
                 shape, real = (many, count, padded), exists + key if exists else 0
                 _mask_tile(s, size, *shape, limits, query, down, where + at * apart, apart,
@@ -267,7 +276,7 @@ def _forward_piece(
                     for i in range(many):
                         _drop(s[i], count, seed, instance, query + i * down, number, step, dropout, up)
                 values, into = (v + key * v_row * size, stride * v_row), sums + r * width * size
-                multiply_add(like[0], many, width, count, st, KEYS, 1, *values, into, width, size)
+                multiply_add(like[0], many, width, count, st, KEYS, *values, into, width, size)
 
 
 @inline
@@ -400,8 +409,8 @@ def _backward_piece(
                 here = (place + r0 * down) * size
                 qt, gt = q[0] + here * q[1], dout[0] + here * dout[1]
                 tile, beside = (many, padded, width), column * size
-                multiply(like[0], *tile, qt, down * q[1], 1, kt + beside, KEYS, st, KEYS, size)
-                multiply(like[0], *tile, gt, down * dout[1], 1, vt + beside, KEYS, dst, KEYS, size)
+                multiply(like[0], *tile, qt, down * q[1], kt + beside, KEYS, st, KEYS, size)
+                multiply(like[0], *tile, gt, down * dout[1], vt + beside, KEYS, dst, KEYS, size)
                 real = exists + key if exists else 0
                 _mask_tile(s, size, many, count, padded, limits, query, down, where + at * apart, apart,
                            _mask_at(mask, block, piece[PIECE_ROW] + r0, offset + c + at, size),
@@ -412,10 +421,10 @@ def _backward_piece(
                                  number, step, random)  # fmt: skip
                 # dq += ds·k, dk += dsᵀ·q, dv += wᵀ·dout
                 right, dqt = (k + key * k_row * size, stride * k_row), dq[0] + here * dq[1]
-                multiply_add(like[0], many, width, count, dst, KEYS, 1, *right, dqt, down * dq[1], size)
+                multiply_add(like[0], many, width, count, dst, KEYS, *right, dqt, down * dq[1], size)
                 dkt, dvt, turned = dk + key * dk_row * size, dv + key * dv_row * size, (count, width, many)
-                multiply_add(like[0], *turned, dst, 1, KEYS, qt, down * q[1], dkt, stride * dk_row, size)
-                multiply_add(like[0], *turned, st, 1, KEYS, gt, down * dout[1], dvt, stride * dv_row, size)
+                multiply_add_turned(like[0], *turned, dst, KEYS, qt, down * q[1], dkt, stride * dk_row, size)
+                multiply_add_turned(like[0], *turned, st, KEYS, gt, down * dout[1], dvt, stride * dv_row, size)
 
 
 @inline

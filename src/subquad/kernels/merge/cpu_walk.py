@@ -11,7 +11,7 @@ from torch import Tensor
 from subquad.core.hashing import dropout_seed
 from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge.cpu_masks import kept_mask
-from subquad.kernels.merge.cpu_program import Program, program_of, together
+from subquad.kernels.merge.cpu_program import program_of, together
 from subquad.kernels.parallel import launch
 from subquad.kernels.vectors import BYTES
 from subquad.supports.parts import Plan
