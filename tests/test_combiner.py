@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import subquad
 from subquad import MultiheadAttention
-from subquad.kernels.pools.shapes import binary_nodes, others, pooled, prefixes
+from subquad.kernels.pools.nodes import binary_nodes
+from subquad.kernels.pools.shapes import others, pooled, prefixes
 from subquad.layers import Projections
 from subquad.studies import combiner_cost
 from subquad.supports import grids, partitions, spans

@@ -7,11 +7,16 @@ import torch
 
 import subquad
 from subquad.kernels import maxima
+from subquad.kernels.clusters import cpu_attention
+from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge import cpu_walk as walk
-from subquad.kernels.pools import spans
-from subquad.kernels.vectors import dot, largest, multiply, multiply_add, scale_row, transpose
+from subquad.kernels.merge.cpu_program import program_of
+from subquad.kernels.pools import nodes, spans
+from subquad.kernels.vector_rows import add_row, exp_row, fill_row, gradient_row
+from subquad.kernels.vectors import dot, largest, multiply, multiply_add, multiply_add_turned, scale_row, transpose
+from subquad.supports.grids import AxialVertical
 from subquad.supports.parts import FAR, Grid, Part, make_plan, rows_to_keys
-from subquad.supports.spans import Fixed, Window
+from subquad.supports.spans import Fixed, Logsparse, Window
 
 TYPES = [np.float32, np.float64]
 
@@ -20,8 +25,12 @@ TYPES = [np.float32, np.float64]
 def products(like, size, a, b, c, turned):
     m, depth = a.shape
     sizes = (m, b.shape[1], depth)
-    multiply(like[0], *sizes, a.ctypes.data, depth, 1, b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1], size)
-    multiply_add(like[0], *sizes, a.ctypes.data, depth, 1, b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1], size)
+    straight = (*sizes, a.ctypes.data, depth, b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1], size)
+    multiply(like[0], *straight)
+    multiply_add(like[0], *straight)
+    columns = np.ascontiguousarray(a.T)  # depth × m
+    across = (*sizes, columns.ctypes.data, m, b.ctypes.data, b.shape[1], c.ctypes.data, c.shape[1], size)
+    multiply_add_turned(like[0], *across)
     transpose(like[0], depth, b.shape[1], b.ctypes.data, b.shape[1], turned.ctypes.data, depth, size)
 
 
@@ -32,7 +41,7 @@ def test_products_and_transposes(kind, m, n, depth):
     a, b = draw.standard_normal((m, depth)).astype(kind), draw.standard_normal((depth, n)).astype(kind)
     c, turned = np.full((m, n), np.nan, kind), np.zeros((n, depth), kind)
     products(np.zeros(1, kind), c.itemsize, a, b, c, turned)
-    np.testing.assert_allclose(c, 2 * a @ b, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(c, 3 * a @ b, rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(turned, b.T)
 
 
@@ -53,9 +62,39 @@ def test_rows(kind):
     np.testing.assert_array_equal(b, 2 * a)
 
 
+@numba.njit(error_model="numpy")
+def scores(s, ds, a, base, less, scale):
+    total = exp_row(base, a.ctypes.data, len(a))
+    gradient_row(base, less, scale, s.ctypes.data, ds.ctypes.data, len(s))
+    return total
+
+
+@numba.njit(error_model="numpy")
+def sums(a, b, factor):
+    fill_row(factor, a.ctypes.data, len(a))
+    add_row(factor, a.ctypes.data, b.ctypes.data, len(a))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_of_scores(kind):
+    draw = np.random.default_rng(0)
+    a = np.concatenate((-100 * draw.random(21), (-np.inf, 0, -90))).astype(kind)
+    ds, s, b = draw.standard_normal(24).astype(kind), a.copy(), draw.standard_normal(24).astype(kind)
+    weight = np.exp(a.astype(np.float64) - 0.5)
+    gradient = weight * (ds - kind(0.25)) * 3
+    total = scores(s, ds, a, kind(0.5), kind(0.25), kind(3))
+    for found, expected in ((a, weight), (s, weight), (ds, gradient), (total, weight.sum())):
+        np.testing.assert_allclose(found, expected, rtol=3e-7 if kind == np.float32 else 1e-15, atol=1e-37)
+    sums(a, b, kind(2))
+    np.testing.assert_array_equal(a, 2 + 2 * b)
+    a[5] = np.nan
+    assert np.isnan(scores(s, ds, a, kind(0.5), kind(0.25), kind(3)))
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize(
-    "spec", ["combiner-fixed:span=7", "combiner-window:span=8,window=20,sinks=3", "bigbird:block=16"]
+    "spec",
+    ["combiner-fixed:span=7", "combiner-window:span=8,window=20,sinks=3", "bigbird:block=16", "combiner-logsparse"],
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_tiles_equal_the_flash_route(spec, causal, dropout, monkeypatch):
@@ -67,8 +106,7 @@ def test_tiles_equal_the_flash_route(spec, causal, dropout, monkeypatch):
     found = []
     for route in (True, False):
         if not route:
-            monkeypatch.setattr(walk, "takes", lambda part, q: False)
-            monkeypatch.setattr(walk, "parts_of", lambda plan, q: plan.parts)
+            monkeypatch.setattr(walk, "takes", lambda chosen, q: False)
         x = [t.clone().requires_grad_() for t in (q, k, v)]
         out = a(*x, key_mask=mask, seed=torch.tensor(5))
         found.append([out, *torch.autograd.grad(out, x, g)])
@@ -76,22 +114,66 @@ def test_tiles_equal_the_flash_route(spec, causal, dropout, monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-11, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "support",
+    [
+        Fixed(causal=True, span=7),
+        Window(causal=False, span=8, window=20, sinks=3),
+        Logsparse(causal=False),
+        AxialVertical(causal=True, cols=9),
+    ],
+)
+@pytest.mark.parametrize("most", [1, 1000, 1 << 40])
+def test_bands_have_every_pair_once(support, most):
+    """The bands of a phase share no row, those of the first phase have all rows, their pieces have all pairs."""
+    rows, plan = 331, support.plan(300, "main")
+    program = program_of(plan, rows, most)
+    found: list[tuple[int, int, int]] = []
+    for number, phase in enumerate(program.phases):
+        taken = np.zeros(rows, int)
+        for at in phase:
+            first, behind, place, down, count, fresh = program.bands[at]
+            assert count <= tiles.BAND
+            assert bool(fresh) == (number == 0)
+            taken[place : place + count * down : down] += 1
+            for piece in program.pieces[first:behind]:
+                found += pairs_of(piece, program.parts[piece[0]], plan.joined[piece[0]], place, down)
+        assert taken.max() == 1
+        assert number or taken.min() == 1
+    assert sorted(found) == sorted(seen_pairs(plan.parts))
+
+
+def pairs_of(piece, fields, part, place, down):
+    """The pairs of a piece by the mask of its part; the rows that it names must be those of its band."""
+    _, block, row, rows, at = piece.tolist()
+    step = row if fields[tiles.SELF] else down
+    where, keys = part.queries.places(), part.keys.places()
+    seen = np.broadcast_to(part.allowed(), (*where.shape, keys.shape[1]))
+    for i in range(rows):
+        a, r = (block + i, 0) if fields[tiles.SELF] else (block, row + i)
+        assert where[a, r] == place + at * down + i * step
+        yield from ((part.source, int(where[a, r]), int(key)) for key in keys[a][seen[a, r]])
+
+
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("instances", [1, 8])
-def test_tasks_that_run_together_touch_no_key_twice(instances, threads):
-    """Every row is in one task, and two tasks of a phase share no key unless each has its own sums."""
-    window, shared = Grid(40, 30, 8, 8), Grid(0, 1, 0, 2000)
-    for part in (Part(window, Grid(20, 30, 8, 28)), Part(window, window), Part(shared, Grid(0, 1, 0, 50))):
-        phases, copies = walk._division(part, instances, threads)
-        seen = np.zeros((instances, part.queries.blocks, part.queries.length), int)
-        for phase in phases:
-            taken: set[tuple[int, int]] = set()
-            for g, a0, a1, r0, r1, own in phase:
-                seen[g, a0:a1, r0:r1] += 1
-                keys = {(g if copies == 1 else own, int(key)) for key in part.keys.places()[a0:a1].ravel()}
-                assert not keys & taken
-                taken |= keys
-        assert (seen == 1).all()
+@pytest.mark.parametrize(("batch", "key_heads"), [(1, 1), (1, 4), (6, 2)])
+def test_tasks_that_run_together_touch_no_place_twice(batch, key_heads, threads):
+    """Every head goes through every band once; what tasks of a turn share, they have sums of their own for."""
+    chosen = [(slice(0, batch), AxialVertical(causal=True, cols=9).plan(300, "main"))]
+    work = walk._Work(chosen, torch.empty(batch, 4, 300, 8), threads)
+    shares = work.shares(batch * key_heads, threads)
+    met = np.zeros((batch, 4, len(work.program.bands)), int)
+    for turn in work.groups_of(key_heads, shares):
+        for b, first, last, low, high, own in turn:
+            met[b, first:last, low:high] += 1
+            assert own // shares == b
+        owners = {(own, first) for _, first, _, _, _, own in turn.tolist()}
+        assert len(owners) == len(turn)
+        if shares > 1:  # these bands run at once: no row is in two of them
+            bands = [row for low, high in {tuple(x) for x in turn[:, 3:5].tolist()} for row in range(low, high)]
+            phases = [number for number, phase in enumerate(work.ranges[0]) if set(bands) & set(phase)]
+            assert len(phases) == 1
+    assert (met == 1).all()
 
 
 def seen_pairs(parts) -> set[tuple[int, int, int]]:
@@ -168,3 +250,38 @@ def test_pooled_gradients_equal_plain_torch(n, size, skip, is_max):
         grad = torch.randn(out.shape, generator=draw)
         expected = spans._pool_backward._init_fn(grad, x, out, *about)
         torch.testing.assert_close(spans._pool_backward(grad, x, out, *about), expected)
+
+
+@pytest.mark.parametrize("kind", ["max", "sum"])
+@pytest.mark.parametrize("n", [1, 2, 7, 64, 101])
+def test_nodes_in_one_pass_equal_the_nodes_of_pairs(n, kind):
+    draw = torch.Generator().manual_seed(0)
+    x = (2 * torch.randn(2, 3, n, 4, generator=draw, dtype=torch.float64)).round().requires_grad_()  # ties
+    grad = torch.randn(x.shape, generator=draw, dtype=torch.float64)
+    found, expected = nodes.binary_nodes(x, kind), nodes.nodes_of_pairs(x, kind)
+    torch.testing.assert_close(found, expected)
+    both = [torch.autograd.grad(y, x, grad)[0] for y in (found, expected)]
+    torch.testing.assert_close(*both)
+    spoilt = x.detach().clone()
+    spoilt[0, 0, n // 2, 1] = torch.nan
+    torch.testing.assert_close(nodes.binary_nodes(spoilt, kind), nodes.nodes_of_pairs(spoilt, kind), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["routing", "combiner-routing"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("n", "clusters"), [(1, 3), (331, 17), (700, 2)])
+def test_clusters_in_tiles_equal_plain_torch(name, causal, n, clusters, monkeypatch):
+    """Values and gradients; clusters longer than a band, padding inside and behind, a row of nothing but padding."""
+    draw = torch.Generator().manual_seed(0)
+    a = subquad.attention(name, clusters=clusters, causal=causal, num_heads=2, head_dim=8).double()
+    q, k, v, g = (torch.randn(3, 2, n, 8, generator=draw, dtype=torch.float64) for _ in range(4))
+    mask = (torch.rand(3, n, generator=draw) < 0.8) & (torch.arange(n) < torch.tensor([[n], [n // 2], [0]]))
+    found = []
+    for route in (True, False):
+        if not route:
+            monkeypatch.setattr(cpu_attention, "takes", lambda *about: False)
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = a(*x, key_mask=mask)
+        found.append([out, *torch.autograd.grad(out, x, g)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-11, rtol=0)

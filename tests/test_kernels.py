@@ -15,6 +15,7 @@ from subquad.kernels.merge.op import merge
 from subquad.kernels.mixture import mixture_merge
 from subquad.kernels.pools import span_pool
 from subquad.kernels.pools.groups import group_pool, pool_op
+from subquad.kernels.pools.nodes import _nodes
 from subquad.kernels.pools.spans import _pool
 from subquad.kernels.tables import _edges, _mask
 from subquad.supports import patterns
@@ -308,6 +309,7 @@ def test_operators_keep_torchs_rules():
     for kind, columns_ in (("nodes", 0), ("column", 4), ("right", 4)):
         opcheck(pool_op, q, torch.ones(2, 1, 9, dtype=torch.bool), "max", kind, columns_, True)
     opcheck(running_max, q, 2, False)
+    opcheck(_nodes, q, True)
     opcheck(others_max, q, 2)
     opcheck(_mask, q, lengths, patterns.Star(w=2).text, [0], 9)
     both = AxialMixture(causal=True, cols=3, kinds=(("column",), ("row",))).text

@@ -14,8 +14,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from subquad.kernels.parallel import inline
-from subquad.kernels.vectors import BYTES, WORD
-from subquad.kernels.vectors import _Emitter as Emitter
+from subquad.kernels.vectors import BYTES, WORD, Emitter
 
 VECTORS = 8  # of a row that are summed together: half of the 16 registers of AVX2
 

@@ -22,6 +22,9 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}  # without nnan and ninf: -inf and
 inline = numba.njit(
     fastmath=FAST, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
 )  # type: ignore[call-overload]
+called = numba.njit(
+    fastmath=FAST, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+)  # long functions that kernels use often: compiled once
 kernel = numba.njit(fastmath=FAST, error_model="numpy", parallel=True, cache=True)
 
 _one_at_a_time = threading.RLock()

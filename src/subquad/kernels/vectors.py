@@ -13,18 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from subquad.kernels.parallel import FAST, inline
+from subquad.kernels.parallel import called, inline
 
 BYTES = 32  # of a vector
 WORD = ir.IntType(64)
 
 
-class _Emitter:
+class Emitter:
     """Loads, stores and arithmetic of vectors, at addresses."""
 
     def __init__(self, context: Any, builder: Any, kind: Any) -> None:
@@ -62,6 +61,15 @@ class _Emitter:
 
     def constant(self, value: float) -> Any:
         return ir.Constant(self.vector, [value] * self.lanes)
+
+    def reduced(self, vector: Any, together: Callable[[Any, Any], Any]) -> Any:
+        """All entries of a vector put together, half with half."""
+        count = self.lanes
+        while count > 1:
+            count //= 2
+            other = self.shuffle(vector, vector, [j + count if j < count else j for j in range(self.lanes)])
+            vector = together(vector, other)
+        return self.builder.extract_element(vector, ir.IntType(32)(0))
 
     def entries(self, vector: Any) -> list[Any]:
         return [self.builder.extract_element(vector, ir.IntType(32)(j)) for j in range(self.lanes)]
@@ -117,7 +125,7 @@ def _tile(rows: int, vectors: int, add: bool) -> Any:
     """c (rows × vectors) = or += a (rows × depth) · b (depth × vectors), all sums in registers."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, signature.args[0])
+        e = Emitter(context, builder, signature.args[0])
         a, row_a, step_a, b, row_b, c, row_c, depth = arguments[1:]
         a_rows = [e.place(a, builder.mul(WORD(r), row_a)) for r in range(rows)]
 
@@ -166,37 +174,36 @@ def _strip(vectors: int, add: bool) -> Any:
     return strip
 
 
-def _product(add: bool) -> Any:
+def _product(add: bool, turned: bool) -> Any:
+    """A product of its own for each way in which a stands in memory: one step is 1, which the address then lacks."""
     two, one = _strip(2, add), _strip(1, add)
 
-    @inline
-    def product(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size):
-        """c (m × n) = or += a (m × depth) · b (depth × n), n a multiple of the lanes, depth ≥ 1."""
+    @called
+    def straight(kind, m, n, depth, a, row_a, b, row_b, c, row_c, size):
         wide, j = 2 * BYTES // size, 0
         while n - j >= wide:
-            two(kind, m, a, row_a, step_a, b + j * size, row_b, c + j * size, row_c, depth, size)
+            two(kind, m, a, row_a, 1, b + j * size, row_b, c + j * size, row_c, depth, size)
             j += wide
         if n > j:
-            one(kind, m, a, row_a, step_a, b + j * size, row_b, c + j * size, row_c, depth, size)
+            one(kind, m, a, row_a, 1, b + j * size, row_b, c + j * size, row_c, depth, size)
 
-    return product
+    @called
+    def across(kind, m, n, depth, a, step_a, b, row_b, c, row_c, size):
+        wide, j = 2 * BYTES // size, 0
+        while n - j >= wide:
+            two(kind, m, a, 1, step_a, b + j * size, row_b, c + j * size, row_c, depth, size)
+            j += wide
+        if n > j:
+            one(kind, m, a, 1, step_a, b + j * size, row_b, c + j * size, row_c, depth, size)
 
-
-multiply = _product(False)
-multiply_add = _product(True)
-
-_called = numba.njit(fastmath=FAST, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-
-
-@_called
-def call_multiply(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size):
-    """`multiply` as a function of its own: a kernel with many products is compiled in a fraction of the time."""
-    multiply(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size)
+    return across if turned else straight
 
 
-@_called
-def call_multiply_add(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size):
-    multiply_add(kind, m, n, depth, a, row_a, step_a, b, row_b, c, row_c, size)
+# c (m × n) = or += a (m × depth) · b (depth × n), n a multiple of the lanes, depth ≥ 1; rows of a, or its columns when
+# it is turned, stand side by side
+multiply = _product(add=False, turned=False)
+multiply_add = _product(add=True, turned=False)
+multiply_add_turned = _product(add=True, turned=True)
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------
@@ -207,17 +214,14 @@ def dot(typingctx, kind, a, b, count) -> Any:
     """Σ a·b over two rows of `count` entries, a multiple of the lanes."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, kind)
+        e = Emitter(context, builder, kind)
         _, a, b, count = arguments
 
         def step(j, sums):
             return [e.multiply_add(e.load(e.place(a, j)), e.load(e.place(b, j)), sums[0])]
 
         (total,) = e.loop(count, e.lanes, [e.constant(0.0)], step)
-        first, *rest = e.entries(total)
-        for x in rest:
-            first = builder.fadd(first, x)
-        return first
+        return e.reduced(total, builder.fadd)
 
     return kind(kind, types.intp, types.intp, types.intp), emit
 
@@ -227,7 +231,7 @@ def largest(typingctx, kind, a, count) -> Any:
     """The largest entry of a row of `count` entries, a multiple of the lanes; NaN counts as nothing."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, kind)
+        e = Emitter(context, builder, kind)
         _, a, count = arguments
 
         def larger(x, y):
@@ -236,10 +240,7 @@ def largest(typingctx, kind, a, count) -> Any:
         (most,) = e.loop(
             count, e.lanes, [e.constant(float("-inf"))], lambda j, top: [larger(e.load(e.place(a, j)), top[0])]
         )
-        first, *rest = e.entries(most)
-        for x in rest:
-            first = larger(x, first)
-        return first
+        return e.reduced(most, larger)
 
     return kind(kind, types.intp, types.intp), emit
 
@@ -249,7 +250,7 @@ def scale_row(typingctx, factor, a, b, count) -> Any:
     """a = factor · b over rows of `count` entries, a multiple of the lanes."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, factor)
+        e = Emitter(context, builder, factor)
         by, a, b, count = arguments
         by = e.splat(by)
 
@@ -268,7 +269,7 @@ def exp_row(typingctx, less, a, count) -> Any:
     """a = e^(a - less) over a row of `count` entries, a multiple of the lanes, none larger than `less`; gives Σ a."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, less)
+        e = Emitter(context, builder, less)
         by, a, count = e.splat(arguments[0]), arguments[1], arguments[2]
 
         def step(j, sums):
@@ -290,7 +291,7 @@ def elu_row(typingctx, kind, a, count) -> Any:
     """a = elu(a) + 1 over a row of `count` entries, a multiple of the lanes: e^a, or a + 1 where a is positive."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, kind)
+        e = Emitter(context, builder, kind)
         _, a, count = arguments
         zero = e.constant(0.0)
 
@@ -311,7 +312,7 @@ def _transpose_block(typingctx, kind, a, row_a, b, row_b) -> Any:
     """b = aᵀ for a square block of as many rows as a vector has lanes."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, kind)
+        e = Emitter(context, builder, kind)
         _, a, row_a, b, row_b = arguments
         rows = [e.load(e.place(a, builder.mul(WORD(i), row_a))) for i in range(e.lanes)]
         step = 1
@@ -334,7 +335,7 @@ def _copy_entry(typingctx, kind, a, b) -> Any:
     """The entry at b = the entry at a."""
 
     def emit(context, builder, signature, arguments):
-        e = _Emitter(context, builder, kind)
+        e = Emitter(context, builder, kind)
         e.store(e.load(arguments[1], e.entry), arguments[2])
         return context.get_dummy_value()
 

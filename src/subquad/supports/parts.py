@@ -26,6 +26,7 @@ import numpy as np
 FAR = 1 << 40  # an offset that no sequence reaches: "no limit"
 NODES, NODES_BACK, MEMBERS = 1, 2, 3  # `Part.rule`: relations of a binary tree, see `Part._binary`
 NEAR, NOT_NEAR = 4, 5  # `Part.rule`: a window that is rounded to whole spans, see `Part._spans`
+SMALL = 24  # rows of a block that is not worth a tile of its own
 CHUNKS = 8  # a causal cross part is cut into this many row chunks, each with only the keys it can see
 
 
@@ -171,6 +172,18 @@ class Part:
         """Do the limits say it all?"""
         return self.rule in (0, NEAR, NOT_NEAR) and (not self.draws or self.sees_everything)
 
+    @cached_property
+    def in_spans(self) -> Part:
+        """Small blocks in a row that see themselves, as one block whose rule is spans; any other part as it is."""
+        q, past = self.queries, self.is_triangle
+        in_a_row = q == self.keys == self.placed and q.stride == 1 and q.step == q.length and q.blocks > 1
+        begins = (q.start + self.origin) % q.length == 0 and self.numbers is None
+        if not in_a_row or not begins or not 1 < q.length <= SMALL or not (past or self.sees_everything):
+            return self
+        whole = Grid(q.start, 1, 0, q.blocks * q.length)
+        rule: dict[str, Any] = {"rule": NEAR, "span": q.length, "past": past, "lo": 0, "hi": 0}
+        return replace(self, queries=whole, keys=whole, positions=None, **rule)
+
     def joined_with(self, other: Part) -> Part | None:
         """One part for both, where the other's queries follow on and the keys of one are the first of the other's."""
         same = replace(other, queries=self.queries, keys=self.keys, positions=self.positions) == self
@@ -240,18 +253,26 @@ class Plan:
 
     @cached_property
     def joined(self) -> tuple[Part, ...]:
-        """The parts, with chunks of one rectangle put together: for kernels that skip what the limits exclude."""
+        """The parts, with chunks of one rectangle, and small blocks in a row, put together: for kernels that skip what
+        the limits exclude.
+        """
         found: list[Part] = []
-        for part in self.parts:
+        for part in (part.in_spans for part in self.parts):
             whole = found[-1].joined_with(part) if found else None
             found[-1:] = [whole] if whole else [*found[-1:], part]
         return tuple(found)
 
     @cached_property
-    def covers(self) -> bool:
-        """Is every query touched by some part?"""
-        fresh = (part.queries for part in self.parts if part.fresh)
-        return sum(grid.blocks * grid.length for grid in fresh) == self.rows
+    def goes_up(self) -> bool:
+        """Do all places follow each other upwards? Kernels that walk in order need that."""
+        grids = [(part.queries, part.keys, part.placed, part.numbered) for part in self.parts]
+        drawn = any(part.draws and part.numbers is not None for part in self.parts)
+        return not drawn and all(grid.stride > 0 for four in grids for grid in four)
+
+    @cached_property
+    def lowered(self) -> dict[tuple, Any]:
+        """What kernels have made of the plan, kept as long as the plan is."""
+        return {}
 
 
 def make_plan(parts: Iterable[Part], rows: int, drawn: Iterable[int] = ()) -> Plan:

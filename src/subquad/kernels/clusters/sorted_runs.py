@@ -1,7 +1,7 @@
 """The own cluster on a CPU: sorted by cluster, queries are tiles and keys are runs (see `kernels.runs`).
 
-What the kernels do not take, summaries, dropout, a query per cluster, half precision and odd widths, goes the way of
-`tiles`, in torch.
+What the kernels do not take, summaries, dropout, a query per cluster, half precision and odd widths, goes on to
+`cpu_attention`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.kernels.clusters import tiles
+from subquad.kernels.clusters import cpu_attention, tiles
 from subquad.kernels.runs import cpu
 from subquad.kernels.runs.op import EVERYTHING, ready
 
@@ -37,7 +37,7 @@ def attention(
     """As `tiles.attention`."""
     if len(keys) > 1 or dropout or last_query_only or not cpu.takes(q):
         about = (clusters, causal, last_query_only, scale, dropout, chunk, avoid_self)
-        return tiles.attention(q, keys, values, order, cluster, real, seed, *about)
+        return cpu_attention.attention(q, keys, values, order, cluster, real, seed, *about)
     q, keys, values = ready(q), [ready(x) for x in keys], [ready(x) for x in values]
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
     bias = _bias(real, q)
@@ -68,7 +68,7 @@ def attention_backward(
     """As `tiles.attention_backward`."""
     if len(keys) > 1 or dropout or last_query_only or not cpu.takes(q):
         about = (clusters, causal, last_query_only, scale, dropout, chunk, avoid_self)
-        return tiles.attention_backward(grad, q, keys, values, out, lse, order, cluster, real, seed, *about)
+        return cpu_attention.attention_backward(grad, q, keys, values, out, lse, order, cluster, real, seed, *about)
     grad, q, keys, values = ready(grad), ready(q), [ready(x) for x in keys], [ready(x) for x in values]
     alone = lse == -torch.inf
     delta = (grad * out).sum(-1).masked_fill_(alone, 0)  # (G, n)

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels.parallel import inline, kernel, run
-from subquad.kernels.vectors import BYTES
-from subquad.kernels.vectors import call_multiply as multiply
+from subquad.kernels.vectors import BYTES, multiply
 
 AT_ONCE = 1 << 24  # scores at a time
 ROWS = 24  # queries of a tile
@@ -127,7 +126,7 @@ def _choose(like, size, u, gates, across, possible, count, chosen):
         width = -(-width * size // BYTES) * BYTES // size
         for h in range(heads if width > 0 else 0):
             left, right, to = u[b, h, first].ctypes.data, across[b].ctypes.data, part.ctypes.data
-            multiply(like[0], many, width, c, left, c, 1, right, columns, to, columns, size)
+            multiply(like[0], many, width, c, left, c, right, columns, to, columns, size)
             for i in range(many):
                 gate = gates[b, h, first + i]
                 for w in range(width):

@@ -59,7 +59,7 @@ def _scores(x, across, words, starts, tile, scale, out):
         if some == 0:
             continue
         y = across.ctypes.data + c * width * KEYS * size
-        multiply(kind, rows, KEYS, width, x.ctypes.data, width, 1, y, KEYS, tile.ctypes.data, KEYS, size)
+        multiply(kind, rows, KEYS, width, x.ctypes.data, width, y, KEYS, tile.ctypes.data, KEYS, size)
         for r in range(rows):
             e, left = at[r], words[r, c]
             while left != 0:

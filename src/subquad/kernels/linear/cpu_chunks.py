@@ -13,9 +13,7 @@ import numba
 import numpy as np
 
 from subquad.kernels.parallel import inline, kernel
-from subquad.kernels.vectors import call_multiply as multiply
-from subquad.kernels.vectors import call_multiply_add as multiply_add
-from subquad.kernels.vectors import dot, elu_row, scale_row, transpose
+from subquad.kernels.vectors import dot, elu_row, multiply, multiply_add, multiply_add_turned, scale_row, transpose
 
 CHUNK = 48  # tokens: eight times the rows that a product keeps in registers
 
@@ -61,7 +59,7 @@ def _through_map(rows, features, count, elu):
 def _gather(like, size, x, rows_x, y, rows_y, depth, into):
     """into (x, y) += Σ_i x_i y_iᵀ over `depth` rows."""
     at, to = x.ctypes.data, into.ctypes.data
-    multiply_add(like[0], rows_x, rows_y, depth, at, 1, rows_x, y.ctypes.data, rows_y, to, rows_y, size)
+    multiply_add_turned(like[0], rows_x, rows_y, depth, at, rows_x, y.ctypes.data, rows_y, to, rows_y, size)
 
 
 @inline
@@ -134,7 +132,7 @@ def whole_forward(like, size, f, d, a, b, v, out, den, sizes, normalise, elu):
         for first in range(0, n, CHUNK):
             count = min(CHUNK, n - first)
             _load(like, size, f, a, g, first, count, elu, x)
-            multiply(like[0], count, d, f, x.ctypes.data, f, 1, s.ctypes.data, d, values.ctypes.data, d, size)
+            multiply(like[0], count, d, f, x.ctypes.data, f, s.ctypes.data, d, values.ctypes.data, d, size)
             if normalise:
                 den[g, first : first + count] = 0
             _divide(like, size, f, d, x, z, values, count, den[g], first, normalise)
@@ -162,7 +160,7 @@ def whole_backward(like, size, f, d, grad, a, b, v, out, da, db, dv, den, sizes,
             _divided(like, size, d, grad, out, den[g], g, first, count, rows, h, normalise)
             _gather(like, size, rows, d, x, f, count, tt)
             _add_rows(x, count, h, total, True)
-            multiply(like[0], count, f, d, rows.ctypes.data, d, 1, st.ctypes.data, f, change.ctypes.data, f, size)
+            multiply(like[0], count, f, d, rows.ctypes.data, d, st.ctypes.data, f, change.ctypes.data, f, size)
             for i in range(count):
                 for e in range(f):
                     change[i, e] += h[i] * z[e]
@@ -173,13 +171,13 @@ def whole_backward(like, size, f, d, grad, a, b, v, out, da, db, dv, den, sizes,
             count = min(CHUNK, m - first)
             _load(like, size, f, b, g, first, count, elu, x)
             _load(like, size, d, v, g, first, count, False, values)
-            multiply(like[0], count, f, d, values.ctypes.data, d, 1, tt.ctypes.data, f, change.ctypes.data, f, size)
+            multiply(like[0], count, f, d, values.ctypes.data, d, tt.ctypes.data, f, change.ctypes.data, f, size)
             for i in range(count):
                 for e in range(f):
                     change[i, e] += total[e]
             _through_map(change, x, count, elu)
             _store(like, size, f, change, count, db, g, first)
-            multiply(like[0], count, d, f, x.ctypes.data, f, 1, t.ctypes.data, d, rows.ctypes.data, d, size)
+            multiply(like[0], count, d, f, x.ctypes.data, f, t.ctypes.data, d, rows.ctypes.data, d, size)
             _store(like, size, d, rows, count, dv, g, first)
 
 
@@ -200,10 +198,10 @@ def causal_forward(like, size, f, d, a, b, v, out, den, sizes, normalise, elu):
             _load(like, size, d, v, g, first, count, False, values)
             transpose(like[0], CHUNK, f, y.ctypes.data, f, yt.ctypes.data, CHUNK, size)
             xt, it, to = x.ctypes.data, inside.ctypes.data, sums.ctypes.data
-            multiply(like[0], count, CHUNK, f, xt, f, 1, yt.ctypes.data, CHUNK, it, CHUNK, size)
+            multiply(like[0], count, CHUNK, f, xt, f, yt.ctypes.data, CHUNK, it, CHUNK, size)
             _lower(inside, count, den[g], first, normalise)
-            multiply(like[0], count, d, f, xt, f, 1, s.ctypes.data, d, to, d, size)
-            multiply_add(like[0], count, d, count, it, CHUNK, 1, values.ctypes.data, d, to, d, size)
+            multiply(like[0], count, d, f, xt, f, s.ctypes.data, d, to, d, size)
+            multiply_add(like[0], count, d, count, it, CHUNK, values.ctypes.data, d, to, d, size)
             _divide(like, size, f, d, x, z, sums, count, den[g], first, normalise)
             _store(like, size, d, sums, count, out, g, first)
             _gather(like, size, y, f, values, d, count, s)
@@ -234,14 +232,14 @@ def causal_backward(like, size, f, d, grad, a, b, v, out, da, db, dv, den, sizes
             _load(like, size, d, v, g, first, count, False, values)
             _divided(like, size, d, grad, out, den[g], g, first, count, rows, h, normalise)
             transpose(like[0], CHUNK, d, values.ctypes.data, d, vt.ctypes.data, CHUNK, size)
-            multiply(like[0], count, CHUNK, d, gt, d, 1, vt.ctypes.data, CHUNK, it, CHUNK, size)  # g·v …
+            multiply(like[0], count, CHUNK, d, gt, d, vt.ctypes.data, CHUNK, it, CHUNK, size)  # g·v …
             for i in range(count):
                 for j in range(CHUNK):
                     inside[i, j] += h[i]  # … + h
             _lower(inside, count, none, first, False)
             if not back:
-                multiply(like[0], count, f, d, gt, d, 1, st.ctypes.data, f, ct, f, size)
-                multiply_add(like[0], count, f, count, it, CHUNK, 1, bt, f, ct, f, size)
+                multiply(like[0], count, f, d, gt, d, st.ctypes.data, f, ct, f, size)
+                multiply_add(like[0], count, f, count, it, CHUNK, bt, f, ct, f, size)
                 for i in range(count):
                     for e in range(f):
                         change[i, e] += h[i] * z[e]
@@ -251,18 +249,18 @@ def causal_backward(like, size, f, d, grad, a, b, v, out, da, db, dv, den, sizes
                 _add_rows(y, count, none, z, False)
                 continue
             transpose(like[0], CHUNK, f, bt, f, yt.ctypes.data, CHUNK, size)
-            multiply(like[0], count, CHUNK, f, xt, f, 1, yt.ctypes.data, CHUNK, wt, CHUNK, size)
+            multiply(like[0], count, CHUNK, f, xt, f, yt.ctypes.data, CHUNK, wt, CHUNK, size)
             _lower(weights, count, none, first, False)
             transpose(like[0], d, f, tt.ctypes.data, f, t.ctypes.data, d, size)
-            multiply(like[0], count, f, d, values.ctypes.data, d, 1, tt.ctypes.data, f, ct, f, size)
-            multiply_add(like[0], count, f, count, it, 1, CHUNK, xt, f, ct, f, size)
+            multiply(like[0], count, f, d, values.ctypes.data, d, tt.ctypes.data, f, ct, f, size)
+            multiply_add_turned(like[0], count, f, count, it, CHUNK, xt, f, ct, f, size)
             for i in range(count):
                 for e in range(f):
                     change[i, e] += total[e]
             _through_map(change, y, count, elu)
             _store(like, size, f, change, count, db, g, first)
-            multiply(like[0], count, d, f, bt, f, 1, t.ctypes.data, d, more.ctypes.data, d, size)
-            multiply_add(like[0], count, d, count, wt, 1, CHUNK, gt, d, more.ctypes.data, d, size)
+            multiply(like[0], count, d, f, bt, f, t.ctypes.data, d, more.ctypes.data, d, size)
+            multiply_add_turned(like[0], count, d, count, wt, CHUNK, gt, d, more.ctypes.data, d, size)
             _store(like, size, d, more, count, dv, g, first)
             _gather(like, size, rows, d, x, f, count, tt)
             _add_rows(x, count, h, total, True)

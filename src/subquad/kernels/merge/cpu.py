@@ -1,13 +1,11 @@
-"""The merge operators on a CPU: per part one launch of the tile kernels, in linear memory.
+"""The merge operators on a CPU, in linear memory: one launch of the tile kernels for all parts of all batch elements.
 
-Half precision and odd widths take torch's flash attention, on strided views.
+Half precision and odd widths take torch's flash attention, part by part, on strided views.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -15,59 +13,45 @@ from torch import Tensor
 
 from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge import dropout as dropping
+from subquad.kernels.merge.cpu_masks import kept_mask
 from subquad.kernels.merge.rows import grid_view, plans
 from subquad.supports.parts import Grid, Part, Plan
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 SMALL_MASK = 1 << 23  # masks of up to this many entries are made for all heads of all batch elements at once
-KEPT_BYTES = 1 << 26  # masks are kept between calls, the most recent ones, up to this many bytes
 
 
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
     q, keys, values = _ready(q), [_ready(k) for k in keys], [_ready(v) for v in values]
     chosen = list(plans(len(q), lengths, support, which, n))
-    out = _outputs(q, chosen)
-    lse = q.new_full(q.shape[:3], -torch.inf)  # (B, H, r)
+    if walk.takes(chosen, q):
+        return walk.forward(chosen, q, keys, values, valid, scale, seed, dropout)
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)  # (B, H, r, d), (B, H, r)
     for rows, plan in chosen:
         for frame in _frames(rows, plan, [q, out, lse[..., None]], keys, values, valid):
             q_, out_, lse_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
-            for part in walk.parts_of(plan, q):
-                if walk.takes(part, q):
-                    walk.forward(frame, part, plan, scale, seed, dropout)
-                    continue
+            for part in plan.parts:
                 views = _Views(frame, part, plan, q.dtype)
                 o, here = drop.attend(q_, views) if drop else _attend(q_, views, scale)
                 _absorb(grid_view(out_, part.queries), grid_view(lse_, part.queries)[..., 0], o, here, part.fresh)
     return out, lse
 
 
-def _outputs(q: Tensor, chosen: list[tuple[slice, Plan]]) -> Tensor:
-    """Memory for the outputs, 0 where no part will write."""
-    together = sum(rows.stop - rows.start for rows, _ in chosen) == len(q)
-    if not together or not all(plan.covers for _, plan in chosen):
-        return torch.zeros_like(q)
-    out = torch.empty_like(q)
-    for rows, plan in chosen:
-        out[rows, :, plan.rows :] = 0
-    return out
-
-
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
     grad, q, out, *kv = (_ready(x) for x in (grad, q, out, *keys, *values))
-    m = len(keys)
+    m, chosen = len(keys), list(plans(len(q), lengths, support, which, n))
+    if walk.takes(chosen, q):
+        return walk.backward(chosen, grad, q, kv[:m], kv[m:], out, lse, valid, scale, seed, dropout)
     dq, dkv = torch.zeros_like(q), [torch.zeros_like(x) for x in kv]
     safe = lse.masked_fill(lse == -torch.inf, 0)[..., None]  # exp(-inf - 0) = 0: empty rows get no gradient
-    for rows, plan in plans(len(q), lengths, support, which, n):
+    for rows, plan in chosen:
         sources = (kv[:m], kv[m:], valid, dkv)
         for frame in _frames(rows, plan, [grad, q, out, safe, dq], *sources):
             *given, dq_ = frame.queries
             drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
-            for part in walk.parts_of(plan, q):
-                if walk.takes(part, q):
-                    walk.backward(frame, part, plan, scale, seed, dropout)
-                    continue
+            for part in plan.parts:
                 views = _Views(frame, part, plan, q.dtype)
                 g, x, o, total = (grid_view(t, part.queries) for t in given)
                 grads = drop.backward(g, x, o, total, views) if drop else _part_backward(g, x, o, total, views, scale)
@@ -156,42 +140,6 @@ def _drawn_from(x: Tensor, part: Part) -> Tensor:
 def _numbers(part: Part, plan: Plan) -> list[int]:
     starts = (part.keys.start + a * part.keys.step for a in range(part.keys.blocks))
     return [number for start in starts for number in plan.drawn[start : start + part.draws]]
-
-
-class _MaskCache:
-    """Masks of parts, the most recent ones, up to a number of bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.bytes, self.lock = limit, 0, Lock()
-        self.kept: OrderedDict[tuple[Part, torch.dtype], tuple[Tensor, Tensor | None]] = OrderedDict()
-
-    def __call__(self, part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """What the part's rule adds to the scores, (A or 1, L, S), and which rows see nothing, (A or 1, L) or None."""
-        with self.lock:
-            found = self.kept.get((part, dtype))
-            if found is not None:
-                self.kept.move_to_end((part, dtype))
-                return found
-        found = self._make(part, dtype)
-        size = found[0].numel() * found[0].element_size()
-        with self.lock:
-            if size <= self.limit // 8 and (part, dtype) not in self.kept:
-                self.kept[part, dtype] = found
-                self.bytes += size
-            while self.bytes > self.limit:
-                _, (mask, _) = self.kept.popitem(last=False)
-                self.bytes -= mask.numel() * mask.element_size()
-        return found
-
-    @staticmethod
-    def _make(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        allowed = torch.from_numpy(part.allowed())  # (A or 1, L, S)
-        empty = ~allowed.any(-1)  # (A or 1, L)
-        additive = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
-        return additive, (empty if bool(empty.any()) else None)
-
-
-kept_mask = _MaskCache(KEPT_BYTES)
 
 
 def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -1,9 +1,8 @@
-"""Parts through the tile kernels: what they take, and how the work is divided."""
+"""Plans through the tile kernels: what they take, and how the work is divided."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,132 +10,149 @@ from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
 from subquad.kernels.merge import cpu_tiles as tiles
-from subquad.kernels.merge.reference import SOURCE
-from subquad.kernels.merge.rows import grid_view
-from subquad.kernels.parallel import launch, run
+from subquad.kernels.merge.cpu_masks import kept_mask
+from subquad.kernels.merge.cpu_program import program_of, together
+from subquad.kernels.parallel import launch
 from subquad.kernels.vectors import BYTES
-from subquad.supports.parts import Part, Plan
+from subquad.supports.parts import Plan
+
+Rows = Sequence[tuple[slice, Plan]]  # which batch elements follow which plan
+SHARES = 8  # of one instance at most: each has gradients of the keys of its own
+LEAST = 1 << 12  # pairs of a query and a key: fewer are not worth a task
 
 
-def takes(part: Part, q: Tensor) -> bool:
-    """Are there vectors of this type and width, and do the places go upwards?
-
-    Parts of a shard, which count from its first query and keep the numbers of the whole for dropout, go the other way.
-    """
-    whole = part.numbers is None
-    return whole and _fits(q) and not part.is_self and part.queries.stride > 0 and part.placed.stride > 0
+def takes(chosen: Rows, q: Tensor) -> bool:
+    """Are there vectors of this type and width, and do all places go upwards?"""
+    fits = q.dtype in (torch.float32, torch.float64) and q.shape[-1] * q.element_size() % BYTES == 0
+    return fits and bool(chosen) and all(plan.goes_up for _, plan in chosen)
 
 
-def parts_of(plan: Plan, q: Tensor) -> tuple[Part, ...]:
-    return plan.joined if _fits(q) else plan.parts
-
-
-def _fits(q: Tensor) -> bool:
-    return q.dtype in (torch.float32, torch.float64) and q.shape[-1] * q.element_size() % BYTES == 0
-
-
-def forward(frame: Any, part: Part, plan: Plan, scale: float, seed: Tensor | None, dropout: float) -> None:
-    """The part's share of out and lse."""
-    q, out, lse = frame.queries
-    k, v = frame.keys[part.source], frame.values[part.source]
-    rows = min(part.queries.length, tiles.TASK_ROWS)
-    chunks = -(-part.queries.length // rows)
-    run(
-        tiles.forward, *_type(q), len(q) * part.queries.blocks * chunks, chunks, rows,
-        *(_matrix(x) for x in (q, k, v, out)), lse[..., 0].numpy(), *_geometry(part), part.fresh,
-        *_rules(frame, part, plan, q), *_randomness(frame, part, q, scale, seed, dropout),
-    )  # fmt: skip
-
-
-def backward(frame: Any, part: Part, plan: Plan, scale: float, seed: Tensor | None, dropout: float) -> None:
-    """The part's share of dq, dk and dv."""
-    g, q, out, lse, dq = frame.queries
-    m = len(frame.keys)
-    k, v = frame.keys[part.source], frame.values[part.source]
-    dk, dv = frame.gradients[part.source], frame.gradients[m + part.source]
+def forward(chosen: Rows, q: Tensor, keys, values, valid, scale, seed, dropout) -> tuple[Tensor, Tensor]:
+    """out (B, H, r, d) and lse (B, H, r)."""
+    out, lse = _fresh(q, chosen), q.new_full(q.shape[:3], -torch.inf)
     with launch() as threads:
-        phases, copies = _division(part, len(q), threads)
-        sums = (
-            [q.new_zeros(len(q) * copies, part.keys.length, q.shape[2]) for _ in range(2)] if copies > 1 else [dk, dv]
-        )
-        for work in phases:
-            run(
-                tiles.backward, *_type(q), work, *(_matrix(x) for x in (g, q, k, v, out)), lse[..., 0].numpy(),
-                *(_matrix(x) for x in (dq, *sums)), *_geometry(part),
-                *_rules(frame, part, plan, q), *_randomness(frame, part, q, scale, seed, dropout),
-            )  # fmt: skip
-    if copies > 1:
-        for total, pieces in zip((dk, dv), sums, strict=True):
-            share = pieces.view(len(q), copies, *pieces.shape[1:]).sum(1)  # (G, S, d)
-            grid_view(total, part.keys._replace(blocks=1))[:, 0].add_(share)
+        work = _Work(chosen, q, threads)
+        tables = work.tables(q, [*zip(keys, values, strict=True)], valid)
+        ends = (_matrix(q), _matrix(out), lse.view(-1, q.shape[2]).numpy(), *_numbers(q, scale, seed, dropout))
+        for phase in range(work.phases):
+            tiles.forward(*_type(q), threads, work.bands_of(phase), *tables, *ends)
+    return out, lse
 
 
-def _division(part: Part, instances: int, threads: int) -> tuple[list[np.ndarray], int]:
-    """Tasks in phases, see `cpu_tiles.backward`, and how many sums of its own every instance has (1 = none of its own).
-
-    Where blocks share their keys, rows are divided, and each share has sums of its own. Where key blocks overlap, runs
-    of blocks are so long that a run meets its neighbours only: first the even ones, then the odd ones.
-    """
-    blocks, rows, keys = part.queries.blocks, part.queries.length, part.keys
-    wanted = max(1, -(-4 * threads // instances))
-    if part.draws:  # any block may draw any keys
-        return [_tasks(instances, [(0, blocks, 0, rows, -1)])], 1
-    if blocks > 1 and keys.step:
-        overlaps = keys.stride == 1 and keys.step < keys.length
-        least = -(-keys.length // keys.step) if overlaps else 1
-        size = max(least, -(-blocks // wanted))
-        runs = [(a, min(a + size, blocks), 0, rows, -1) for a in range(0, blocks, size)]
-        phases = [runs[::2], runs[1::2]] if overlaps else [runs]
-        return [_tasks(instances, phase) for phase in phases if phase], 1
-    copies = min(wanted, max(1, blocks * rows // tiles.TASK_ROWS))
-    if copies == 1:
-        return [_tasks(instances, [(0, blocks, 0, rows, -1)])], 1
-    if blocks >= copies:
-        cuts = [(a * blocks // copies, (a + 1) * blocks // copies, 0, rows) for a in range(copies)]
-    else:
-        cuts = [(0, blocks, a * rows // copies, (a + 1) * rows // copies) for a in range(copies)]
-    return [_tasks(instances, [(*cut, at) for at, cut in enumerate(cuts)], copies)], copies
+def backward(chosen: Rows, grad, q: Tensor, keys, values, out, lse, valid, scale, seed, dropout) -> list[Tensor]:
+    """Gradients of q, of all keys, of all values."""
+    dq = _fresh(q, chosen)
+    with launch() as threads:
+        work = _Work(chosen, q, threads)
+        least = min(x.shape[1] for x in (*keys, *values))
+        shares = work.shares(len(q) * least, threads)
+        clear = shares == 1 and sum(rows.stop - rows.start for rows, _ in chosen) == len(q)  # by those who add to them
+        make = torch.empty if clear else torch.zeros
+        pairs = [*zip(keys, values, strict=True)]
+        dkv = [[make((shares * len(x), *x.shape[1:]), dtype=q.dtype) for x in pair] for pair in pairs]
+        tables = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
+        ends = (*(_matrix(x) for x in (q, out, grad, dq)), lse.reshape(-1, q.shape[2]).numpy())
+        for tasks in work.groups_of(least, shares):
+            tiles.backward(*_type(q), threads, tasks, *tables, *ends, *_numbers(q, scale, seed, dropout), clear)
+    if shares > 1:
+        dkv = [[x.unflatten(0, (-1, shares)).sum(1) for x in pair] for pair in dkv]
+    return [dq, *(pair[0] for pair in dkv), *(pair[1] for pair in dkv)]
 
 
-def _tasks(instances: int, shares: Sequence[tuple[int, ...]], copies: int = 0) -> np.ndarray:
-    """(tasks, 6): every instance with every share."""
-    shared = np.array(shares, dtype=np.int64)  # (shares, 5)
-    number = np.arange(instances).repeat(len(shared))[:, None]
-    work = np.hstack([number, np.tile(shared, (instances, 1))])
-    work[:, 5] += np.where(work[:, 5] >= 0, work[:, 0] * copies, 0)
-    return work
+def _fresh(q: Tensor, chosen: Rows) -> Tensor:
+    """Memory like q: the first phase writes every row, but batch elements without a token have no plan."""
+    together = sum(rows.stop - rows.start for rows, _ in chosen) == len(q)
+    return (torch.empty if together else torch.zeros)(q.shape, dtype=q.dtype)
+
+
+class _Work:
+    """The program of a batch, and its division into tasks."""
+
+    def __init__(self, chosen: Rows, q: Tensor, threads: int) -> None:
+        self.heads, self.dtype = q.shape[1], q.dtype
+        self.elements = chosen
+        total = sum((rows.stop - rows.start) * plan.pairs for rows, plan in chosen) * self.heads
+        most = max(LEAST, total // (8 * threads))
+        most = 1 << most.bit_length()  # few different programs
+        programs = [program_of(plan, q.shape[2], most) for _, plan in chosen]
+        self.program, self.ranges = together(programs)
+        self.phases = max(len(found) for found in self.ranges)
+
+    def bands_of(self, phase: int) -> np.ndarray:
+        """(T, 2): every instance with every band that it has in a phase."""
+        found = []
+        for (rows, _), ranges in zip(self.elements, self.ranges, strict=True):
+            if phase < len(ranges):
+                instances = np.arange(rows.start * self.heads, rows.stop * self.heads)
+                bands = np.arange(ranges[phase].start, ranges[phase].stop)
+                found.append(np.stack((instances.repeat(len(bands)), np.tile(bands, len(instances))), 1))
+        return np.concatenate(found)
+
+    def shares(self, groups: int, threads: int) -> int:
+        """Into how many tasks the bands of a group of heads are divided."""
+        return 1 if groups % threads == 0 or groups >= 4 * threads else min(SHARES, -(-2 * threads // groups))
+
+    def groups_of(self, key_heads: int, shares: int) -> list[np.ndarray]:
+        """Tasks of the backward, in turns: (T, 6), see `cpu_tiles.backward`.
+
+        One turn where each task has all bands of its heads; else one for each phase, whose bands have no row in common.
+        """
+        turns: list[list[tuple[int, ...]]] = [[] for _ in range(1 if shares == 1 else self.phases)]
+        size = self.heads // key_heads
+        for (rows, _), ranges in zip(self.elements, self.ranges, strict=True):
+            spans = [range(ranges[0].start, ranges[-1].stop)] if shares == 1 else ranges
+            for turn, bands in zip(turns, spans, strict=False):
+                cuts = [bands.start + len(bands) * at // shares for at in range(shares + 1)]
+                turn += [
+                    (b, h * size, h * size + size, cuts[at], cuts[at + 1], b * shares + at)
+                    for b in range(rows.start, rows.stop)
+                    for h in range(key_heads)
+                    for at in range(shares)
+                ]
+        return [np.array(turn, dtype=np.int64) for turn in turns]
+
+    def tables(self, q: Tensor, sources: list[tuple[Tensor, ...]], valid: Sequence[Tensor]) -> tuple:
+        """What both kernels are given of the program and of the keys."""
+        p = self.program
+        masks = np.zeros((max(1, len(p.parts)), 4), dtype=np.int64)
+        kept = [(at, kept_mask(part, self.dtype)[0]) for at, part in p.masked]
+        for at, mask in kept:
+            masks[at] = mask.data_ptr(), len(mask), mask.stride(0), mask.stride(1)
+        self.alive = kept, [x.contiguous() for x in valid]  # addresses: they must not go before the kernel has run
+        table = np.zeros((2, len(sources), 21), dtype=np.int64)
+        for s, tensors in enumerate(sources):
+            for at, x in enumerate(tensors):
+                table[:, s, 4 * at : 4 * at + 4] = _matrix(x)
+            table[:, s, tiles.GROUP : tiles.GROUP + 2] = [self.heads // x.shape[1] for x in tensors[:2]]
+            table[:, s, tiles.ENTRIES] = tensors[0].shape[2]
+        for s, x in enumerate(self.alive[1]):
+            table[0, s, tiles.EXISTS : tiles.EXISTS + 2] = x.data_ptr(), x.stride(0) if len(x) > 1 else 0
+        return p.bands, p.pieces, p.parts, p.drawn, masks, table, self._whole(q, len(sources))
+
+    def _whole(self, q: Tensor, sources: int) -> np.ndarray:
+        """int64 (B, sources): 1 where all keys that can be asked for exist."""
+        whole = np.ones((len(q), sources), dtype=np.int64)
+        for s, x in enumerate(self.alive[1]):
+            exists = x[:, 0].numpy()  # (B or 1, m)
+            for rows, plan in self.elements:
+                reach = plan.reaches.get(s) or None
+                for b in range(rows.start, rows.stop):
+                    whole[b, s] = exists[b % len(exists), :reach].all()
+        return whole
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------
 
 
-def _type(q: Tensor) -> tuple[np.ndarray, int, int]:
-    return np.zeros(1, q.numpy().dtype), q.element_size(), q.shape[2]
+def _type(q: Tensor) -> tuple[np.ndarray, int, int, int]:
+    return np.zeros(1, q.numpy().dtype), q.element_size(), q.shape[3], q.shape[1]
 
 
-def _matrix(x: Tensor) -> tuple[int, int, int]:
-    return x.data_ptr(), x.stride(0), x.stride(1)
+def _matrix(x: Tensor) -> tuple[int, int, int, int]:
+    return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)
 
 
-def _geometry(part: Part) -> tuple[tuple[int, ...], ...]:
-    return tuple(part.queries), tuple(part.keys), tuple(part.placed), tuple(part.limits)
-
-
-def _rules(frame: Any, part: Part, plan: Plan, q: Tensor) -> tuple[np.ndarray, int, np.ndarray, np.ndarray]:
-    """Drawn blocks, how many a part draws, a mask where the limits do not say it all, and which keys exist."""
-    from subquad.kernels.merge.cpu import kept_mask
-
-    drawn = np.array(plan.drawn if part.draws else (0,), dtype=np.int64)
-    bias = np.zeros((1, 1, 0), q.numpy().dtype) if part.is_interval else kept_mask(part, q.dtype)[0].numpy()
-    valid = frame.valid.get(part.source)
-    exists = np.zeros((1, 0), dtype=bool) if valid is None else valid.numpy()
-    return drawn, part.draws, bias, exists
-
-
-def _randomness(frame: Any, part: Part, q: Tensor, scale: float, seed: Tensor | None, dropout: float) -> tuple:
+def _numbers(q: Tensor, scale: float, seed: Tensor | None, dropout: float) -> tuple:
     kind = q.numpy().dtype.type
     number = int(dropout_seed(seed)) % (1 << 64) if dropout and seed is not None else 0
-    return (
-        frame.instances.numpy(), np.uint64(number), kind(scale), np.float32(dropout), kind(1 / (1 - dropout)),
-        part.source * SOURCE,
-    )  # fmt: skip
+    return kind(scale), (np.uint64(number), np.float32(dropout), kind(1 / (1 - dropout)))

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.core.numbers import is_symbolic
-from subquad.kernels.pools.shapes import anyone, binary_nodes, others, pooled, prefixes
+from subquad.kernels.pools.nodes import binary_nodes
+from subquad.kernels.pools.shapes import anyone, others, pooled, prefixes
 from subquad.supports.grids import has_groups
 
 _ROWS = {"row": others(3), "left": prefixes(3), "right": prefixes(3, backwards=True)}

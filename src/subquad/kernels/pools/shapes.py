@@ -57,19 +57,3 @@ def others(dim: int) -> Reduction:
         return others_max(x, dim)[0]
 
     return reduce
-
-
-def binary_nodes(x: Tensor, kind: str) -> Tensor:
-    """All aligned binary blocks with an even number, in one array as long as x: (B, H, n, d) → (B, H, n, d).
-
-    Place p holds the block of 2^l tokens that ends with token p, where 2^l is the largest power of two that
-    divides p+1 (a Fenwick tree). Built in linear time: the even places hold the tokens themselves, the odd ones
-    the nodes of the sequence of pairs.
-    """
-    pairs = x.shape[2] // 2
-    if pairs == 0:
-        return x
-    left, right = x[:, :, 0 : 2 * pairs : 2], x[:, :, 1::2]  # (B, H, n // 2, d)
-    above = binary_nodes(torch.maximum(left, right) if kind == "max" else left + right, kind)
-    interleaved = torch.stack((left, above), 3).flatten(2, 3)
-    return interleaved if 2 * pairs == x.shape[2] else torch.cat((interleaved, x[:, :, -1:]), 2)

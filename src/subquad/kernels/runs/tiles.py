@@ -17,9 +17,16 @@ import numba
 import numpy as np
 
 from subquad.kernels.parallel import exp, inline, kernel
-from subquad.kernels.vectors import BYTES, exp_row, largest, scale_row, transpose
-from subquad.kernels.vectors import call_multiply as multiply
-from subquad.kernels.vectors import call_multiply_add as multiply_add
+from subquad.kernels.vectors import (
+    BYTES,
+    exp_row,
+    largest,
+    multiply,
+    multiply_add,
+    multiply_add_turned,
+    scale_row,
+    transpose,
+)
 
 ROWS = 24  # of a product: four times the rows that it keeps in registers
 KEYS = 128  # that are gathered together
@@ -95,7 +102,7 @@ def _hide(s, many, r0, spans, t, p, begin, end, column, bias, shift, order, g):
 def _scores(like, size, width, many, r0, columns, rows_q, kt, s, spans, t, pieces, number, bias, shifts, order, g):
     """The scores (many × columns) of rows r0 … of a tile; pieces (number, 3): run, its first key, behind its last."""
     at = rows_q.ctypes.data + r0 * width * size
-    multiply(like[0], many, columns, width, at, width, 1, kt.ctypes.data, KEYS, s.ctypes.data, KEYS, size)
+    multiply(like[0], many, columns, width, at, width, kt.ctypes.data, KEYS, s.ctypes.data, KEYS, size)
     column = 0
     for c in range(number):
         p, begin, end = pieces[c]
@@ -134,9 +141,7 @@ def _absorb(like, size, width, rows, columns, rows_q, kt, rows_v, s, sums, top, 
                 here = sums.ctypes.data + r * width * size
                 scale_row(less, here, here, width)
         into = sums.ctypes.data + r0 * width * size
-        multiply_add(
-            like[0], many, width, columns, s.ctypes.data, KEYS, 1, rows_v.ctypes.data, width, into, width, size
-        )
+        multiply_add(like[0], many, width, columns, s.ctypes.data, KEYS, rows_v.ctypes.data, width, into, width, size)
 
 
 @kernel
@@ -185,7 +190,7 @@ def _add_rows(like, size, width, spans, t, pieces, number, sources, matrices, or
         for j in range(end - begin):
             row = _address(matrices[sources[p]], g, _row(order, g, spans[t, p, FIRST] + begin + j), size)
             here = change.ctypes.data + (column + j) * width * size
-            multiply_add(like[0], 1, width, 1, like.ctypes.data, 1, 1, here, width, row, width, size)
+            multiply_add(like[0], 1, width, 1, like.ctypes.data, 1, here, width, row, width, size)
         column += -(-(end - begin) // lanes) * lanes
 
 
@@ -230,21 +235,21 @@ def backward(
                     _scores(like, size, width, many, r0, columns, rows_q, kt, s,
                             spans, t, pieces, number, bias, shifts, order, g)  # fmt: skip
                     gt, qt = rows_g.ctypes.data + at, rows_q.ctypes.data + at
-                    multiply(like[0], many, columns, width, gt, width, 1, vt.ctypes.data, KEYS, dst, KEYS, size)
+                    multiply(like[0], many, columns, width, gt, width, vt.ctypes.data, KEYS, dst, KEYS, size)
                     for i in range(many):
                         exp_row(base[r0 + i], st + i * KEYS * size, columns)
                         for j in range(columns):
                             ds[i, j] = s[i, j] * (ds[i, j] - less[r0 + i])
                     into = sums.ctypes.data + at
-                    multiply_add(
-                        like[0], many, width, columns, dst, KEYS, 1, rows_k.ctypes.data, width, into, width, size
+                    multiply_add(like[0], many, width, columns, dst, KEYS, rows_k.ctypes.data, width, into, width, size)
+                    multiply_add_turned(
+                        like[0], columns, width, many, dst, KEYS, qt, width, dk.ctypes.data, width, size
                     )
-                    multiply_add(like[0], columns, width, many, dst, 1, KEYS, qt, width, dk.ctypes.data, width, size)
-                    multiply_add(like[0], columns, width, many, st, 1, KEYS, gt, width, dv.ctypes.data, width, size)
+                    multiply_add_turned(like[0], columns, width, many, st, KEYS, gt, width, dv.ctypes.data, width, size)
                 _add_rows(like, size, width, spans, t, pieces, number, sources, dkeys, order, g, dk)
                 _add_rows(like, size, width, spans, t, pieces, number, sources, dvalues, order, g, dv)
             for r in range(rows):
                 row = _address(dq, g, _row(asks, g, first + r), size)
                 here = sums.ctypes.data + r * width * size
                 scale_row(scale, here, here, width)
-                multiply_add(like[0], 1, width, 1, like.ctypes.data, 1, 1, here, width, row, width, size)
+                multiply_add(like[0], 1, width, 1, like.ctypes.data, 1, here, width, row, width, size)

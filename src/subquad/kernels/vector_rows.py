@@ -1,0 +1,126 @@
+"""Vector instructions for rows of scores: exponentials, their gradients, sums of rows.
+
+Rows are given by the addresses of their first entries; `count` is a multiple of the lanes, as in `vectors`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from subquad.kernels.vectors import Emitter
+
+
+def _exp(e: Emitter, x: Any) -> Any:
+    """e^x for x <= 0, the polynomial of `parallel.exp` in a vector; float64 by the C library, entry by entry."""
+    b = e.builder
+    if e.size == 8:
+        one = b.module.declare_intrinsic("llvm.exp.f64", fnty=ir.FunctionType(e.entry, [e.entry]))
+        found = ir.Constant(e.vector, ir.Undefined)
+        for j, entry in enumerate(e.entries(x)):
+            found = b.insert_element(found, b.call(one, [entry]), ir.IntType(32)(j))
+        return found
+    floor = b.module.declare_intrinsic(f"llvm.floor.v{e.lanes}f32", fnty=ir.FunctionType(e.vector, [e.vector]))
+    small = b.fcmp_ordered("<", x, e.constant(-87.0))  # NaN is not small: it stays
+    y = b.select(small, e.constant(-87.0), x)
+    m = b.call(floor, [e.multiply_add(y, e.constant(1.44269504), e.constant(0.5))])
+    r = e.multiply_add(m, e.constant(-0.693359375), y)
+    r = e.multiply_add(m, e.constant(2.12194440e-4), r)
+    z = e.constant(1 / 5040)
+    for factor in (720, 120, 24, 6, 2, 1, 1):
+        z = e.multiply_add(z, r, e.constant(1 / factor))
+    whole = ir.VectorType(ir.IntType(32), e.lanes)
+    power = b.add(b.fptosi(m, whole), ir.Constant(whole, [127] * e.lanes))
+    power = b.shl(power, ir.Constant(whole, [23] * e.lanes))
+    return b.select(small, e.constant(0.0), b.fmul(z, b.bitcast(power, e.vector)))
+
+
+@intrinsic
+def exp_row(typingctx, base, a, count) -> Any:
+    """a = exp(a - base), entries at most `base`; their sum."""
+
+    def emit(context, builder, signature, arguments):
+        e = Emitter(context, builder, base)
+        less, a, count = e.splat(arguments[0]), arguments[1], arguments[2]
+
+        def step(j, sums):
+            weight = _exp(e, builder.fsub(e.load(e.place(a, j)), less))
+            e.store(weight, e.place(a, j))
+            return [builder.fadd(sums[0], weight)]
+
+        (total,) = e.loop(count, e.lanes, [e.constant(0.0)], step)
+        return e.reduced(total, builder.fadd)
+
+    return base(base, types.intp, types.intp), emit
+
+
+@intrinsic
+def gradient_row(typingctx, base, less, scale, s, ds, count) -> Any:
+    """s = exp(s - base), the weights; ds = s·(ds - less)·scale, the gradients of the scores."""
+
+    def emit(context, builder, signature, arguments):
+        e = Emitter(context, builder, base)
+        base_, less_, scale_ = (e.splat(x) for x in arguments[:3])
+        s, ds, count = arguments[3:]
+
+        def step(j, nothing):
+            weight = _exp(e, builder.fsub(e.load(e.place(s, j)), base_))
+            e.store(weight, e.place(s, j))
+            change = builder.fsub(e.load(e.place(ds, j)), less_)
+            e.store(builder.fmul(builder.fmul(weight, change), scale_), e.place(ds, j))
+            return []
+
+        e.loop(count, e.lanes, [], step)
+        return context.get_dummy_value()
+
+    return types.void(base, base, base, types.intp, types.intp, types.intp), emit
+
+
+@intrinsic
+def add_row(typingctx, factor, a, b, count) -> Any:
+    """a += factor · b."""
+
+    def emit(context, builder, signature, arguments):
+        e = Emitter(context, builder, factor)
+        by, a, b, count = e.splat(arguments[0]), *arguments[1:]
+
+        def step(j, nothing):
+            e.store(e.multiply_add(by, e.load(e.place(b, j)), e.load(e.place(a, j))), e.place(a, j))
+            return []
+
+        e.loop(count, e.lanes, [], step)
+        return context.get_dummy_value()
+
+    return types.void(factor, types.intp, types.intp, types.intp), emit
+
+
+@intrinsic
+def fill_row(typingctx, value, a, count) -> Any:
+    """a = value."""
+
+    def emit(context, builder, signature, arguments):
+        e = Emitter(context, builder, value)
+        value_, a, count = e.splat(arguments[0]), *arguments[1:]
+
+        def step(j, nothing):
+            e.store(value_, e.place(a, j))
+            return []
+
+        e.loop(count, e.lanes, [], step)
+        return context.get_dummy_value()
+
+    return types.void(value, types.intp, types.intp), emit
+
+
+@intrinsic
+def byte_at(typingctx, address) -> Any:
+    """The byte that stands at an address."""
+
+    def emit(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        return builder.load(pointer)
+
+    return types.uint8(types.intp), emit
