@@ -69,6 +69,10 @@ class Keys(Memory):
                 found = torch.where(lost > 0, found.maximum((lost + one.reach) * one.unit), found)
         return found
 
+    @property
+    def forgets(self) -> bool:
+        return any(one.ring for one in self.kept)
+
     def _holder(self, position: Tensor) -> list[Tensor]:
         """For each row of slots of tokens, which positions count in it."""
         taken, holds = torch.zeros_like(position, dtype=torch.bool), {}
