@@ -85,6 +85,8 @@ def test_dropout_is_that_of_one_call(spec):
     "spec",
     [
         "combiner-fixed:span=8",
+        "combiner-tree:span=4,depth=2",
+        "combiner-tree:span=3,depth=4,abstraction=mean",
         "combiner-window:span=4,window=10,sinks=6",
         "longformer:window=12,global_tokens=3",
         "star:w=5,relay=first",
