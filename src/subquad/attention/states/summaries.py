@@ -17,7 +17,6 @@ from subquad.attention.states.state import Buffers, Chunk, read, write
 from subquad.attention.states.sums import every_head
 from subquad.kernels.merge import merge_attention
 from subquad.supports.kept import Kept
-from subquad.supports.shards import last_rows
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -132,16 +131,14 @@ class Summaries(Keys):
         else:
             alive[0] = torch.ones_like(tokens.position, dtype=torch.bool) if alive[0] is None else alive[0]
             valid = [x[:, None] for x in alive]  # (B, 1, m)
-        n, which = tokens.q.shape[2], f"from:{begin // self._branch}"
-        about = {"scale": module.options.softmax_scale, "valid": valid}
-        text, which = last_rows(self.partition.text, which, length - begin, n, len(keys))
-        out = merge_attention(every.q, keys, values, text, which, n, **about)
+        where = (self.partition.text, f"from:{begin // self._branch}", tokens.q.shape[2])
+        out = merge_attention(tokens.q, keys, values, *where, scale=module.options.softmax_scale, valid=valid)
         if torch.is_grad_enabled():
             after = torch.full_like(chunk.position[:, 0], stop)
             buffers = self._tokens_written(module, every, buffers, after - chunk.added, after)
         else:
             buffers = self._run_written(every, buffers, length)
-        return out.to(chunk.q.dtype), buffers
+        return out[:, :, length - begin :].to(chunk.q.dtype), buffers
 
     def _more_blocks(
         self, module: Any, one: Kept, buffers: Buffers, tokens: Chunk, below: Summary | None, length: int, stop: int
