@@ -41,7 +41,7 @@ def draw_torch(count, y, block, z, **options):
     """The same by the path of other devices."""
     asked = Rules(**options)
     w, z = ((y @ block).expand(count, 1, *y.shape), z.expand(count, 1, *z.shape))
-    settings = (asked.sampler, asked.causal, asked.exploration, asked.reach, 2.0)
+    settings = (asked.sampler, asked.causal, asked.exploration, asked.reach, 2.0, False)
     indptr, indices, *_ = plain_sampler.sample(w, z, torch.tensor(7), None, *settings)
     return EdgeList(indptr, indices, z.shape[2]).to_mask()
 

@@ -85,6 +85,8 @@ def test_dropout_is_that_of_one_call(spec):
     "spec",
     [
         "combiner-fixed:span=8",
+        "combiner-tree:span=4,depth=2",
+        "combiner-tree:span=3,depth=4,abstraction=mean",
         "combiner-window:span=4,window=10,sinks=6",
         "longformer:window=12,global_tokens=3",
         "star:w=5,relay=first",
@@ -136,6 +138,26 @@ def test_a_layer_streams_and_its_decode_step_compiles():
             y, state = step(x[:, i : i + 1], state)
             close(y, whole[:, i : i + 1], 1e-9, f"token {i}")
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("options", ["slice_length=8", "slice_length=4,levels=3,composition=global-local"])
+def test_long_chunks_of_slices(options):
+    """Rings grow for a long chunk and shrink again; what can be taken back stays the same."""
+    torch.manual_seed(0)
+    about = {"batch_first": True, "attention": f"composite-slice:{options}", "causal": True}
+    layer = subquad.MultiheadAttention(16, 2, **about).double().eval()
+    x = torch.randn(2, 700, 16, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(2, 700, dtype=torch.bool)
+    mask[1, :5] = False
+    whole, _ = layer(x, x, x, key_padding_mask=~mask, need_weights=False)
+    outs, state = [], layer.start(2, rollback=3)
+    for a, b in ((0, 70), (70, 71), (71, 660), (660, 690)):
+        y, state = layer.extend(x[:, a:b], state, key_mask=mask[:, a:b])
+        outs.append(y)
+    y, _ = layer.extend(x[:, 687:], state.crop(state.length - 3))
+    got, want = torch.cat([*outs, y[:, 3:]], 1) * mask[..., None], whole * mask[..., None]
+    close(got, want, 1e-9, "value")
+    close(*(torch.autograd.grad(z.square().sum(), x, retain_graph=True)[0] for z in (got, want)), 1e-8, "gradient")
 
 
 def test_half_precision_keeps_its_dtype():

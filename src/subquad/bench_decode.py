@@ -6,7 +6,8 @@ step      best of several rounds; in each, full attention and all mechanisms tak
           and one value into a cache that has room for them, and calls `F.scaled_dot_product_attention` on what is
           there. A mechanism of level "layer" is held against a layer: the same projections around that.
 state     bytes of the state, against the keys and values of the cache
-prefill   the tokens in chunks, against the tokens in one call of the mechanism, which keeps no state
+prefill   the tokens in chunks, against the tokens in one call of the mechanism, which keeps no state: the time, and
+          how far the resident memory rises; the outputs of chunks are dropped, as a decoder drops them
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from subquad.attention.registry import attention
 from subquad.bench import FULL, Setting, level_of
+from subquad.core import memory
 from subquad.layers import MultiheadAttention
 
 ROOM = 1024  # decode steps that caches have room for
@@ -42,6 +44,8 @@ class DecodeRow:
     cache_bytes: int
     call_seconds: float | None = None  # all tokens in one call
     chunk_seconds: float | None = None  # all tokens in chunks, with a state
+    call_memory: int | None = None  # bytes that the one call takes at its peak, its output among them
+    chunk_memory: int | None = None  # bytes that the chunks take at their peak, the state among them
 
 
 @dataclass
@@ -51,7 +55,7 @@ class _Subject:
     step: Callable[[], Any]
     bytes: Callable[[], int]
     seconds: float = float("inf")
-    prefill: dict[str, float | None] = field(default_factory=dict)
+    prefill: dict[str, Any] = field(default_factory=dict)
 
     @torch.no_grad()
     def clock(self) -> None:
@@ -159,16 +163,24 @@ def _mechanism(spec: str, level: str, n: int, setting: Setting, chunk: int) -> _
     pieces = [tuple(x.narrow(dim, a, min(chunk, n - a)) for x in inputs) for a in range(0, n, chunk)]
     whole = tuple(x.narrow(dim, 0, n) for x in inputs)
     about = {"need_weights": False} if level == "layer" else {}
-    in_chunks = in_one = float("inf")
-    for _ in range(2):  # the first time makes plans
-        begun = time.perf_counter()
-        module(*(whole * 3 if level == "layer" else whole), **about)
-        in_one = min(in_one, time.perf_counter() - begun)
-        begun = time.perf_counter()
+
+    def in_one() -> Any:
+        return module(*(whole * 3 if level == "layer" else whole), **about)
+
+    def in_chunks() -> Any:
         state = module.start(setting.batch)
         for piece in pieces:
             _, state = module.extend(*piece, state)
-        in_chunks = min(in_chunks, time.perf_counter() - begun)
+        return state
+
+    prefill: dict[str, Any] = {}
+    for _ in range(2):  # the first time makes plans
+        for name, run in (("call", in_one), ("chunk", in_chunks)):
+            state = None  # what the last run left
+            before, begun = memory.reset_peak(), time.perf_counter()
+            state = run()
+            prefill[f"{name}_seconds"] = min(prefill.get(f"{name}_seconds", float("inf")), time.perf_counter() - begun)
+            prefill[f"{name}_memory"] = memory.peak() - before
     current, last = [state], tuple(x.narrow(dim, n, 1) for x in inputs)
 
     def step() -> Tensor:
@@ -177,5 +189,4 @@ def _mechanism(spec: str, level: str, n: int, setting: Setting, chunk: int) -> _
         out, current[0] = module.extend(*last, current[0])
         return out
 
-    prefill: dict[str, float | None] = {"call_seconds": in_one, "chunk_seconds": in_chunks}
     return _Subject(spec, level, step, lambda: current[0].nbytes, prefill=prefill)

@@ -213,7 +213,8 @@ class MultiheadAttention(nn.Module):
     def start(self, batch_size: int, **about: Any) -> State:
         """An empty state for streaming, as `Attention.start`: device, dtype, seed, rollback."""
         like: dict[str, Any] = {"device": self.out_proj.weight.device, "dtype": self.out_proj.weight.dtype}
-        return self.attention.start(batch_size, **like | {k: v for k, v in about.items() if v is not None})
+        given = {name: value for name, value in about.items() if value is not None or name not in like}
+        return self.attention.start(batch_size, **like | given)
 
     def extend(self, x: Tensor, state: State, *, key_mask: Tensor | None = None) -> tuple[Tensor, State]:
         """Causal self-attention of t ≥ 1 new tokens per row, (B, t, E) → (B, t, E), and the state that has them.

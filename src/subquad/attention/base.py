@@ -235,12 +235,12 @@ class Attention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         seed: Tensor | int | None = None,
-        rollback: int = ROLLBACK,
+        rollback: int | None = ROLLBACK,
     ) -> State:
         """An empty state for `batch_size` rows; device and dtype are those of the parameters unless given.
 
-        `seed` is that of the whole sequence, drawn where it is needed and not given. `rollback`: `state.crop` can take
-        back at least that many tokens.
+        `seed` is that of the whole sequence, drawn where it is needed and not given. `rollback`: how many tokens
+        `state.crop` takes back without recomputation, at least; None keeps all tokens, and then it can take back any.
         """
         random = self.capabilities.stochastic or self.options.dropout > 0
         seed = draw_seed() if seed is None and random else _checked_seed(seed)

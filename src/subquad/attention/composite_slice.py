@@ -246,7 +246,9 @@ class CompositeSlice(Attention):
         entrance.check_state(self, state, query)
         x = query[:, None]  # (B, 1, t, E)
         chunk, shift = entrance.arranged(state, (x, x, x), key_mask)
+        chunk = chunk._replace(q=chunk.k)  # a token is all three
         entrance.check_length(self, state, chunk)
+        state = entrance.recomputed(self, state, project)
         out, buffers = state.memory.extend(self, chunk, state, project)
         return entrance.moved_back(out, shift)[:, 0], entrance.extended(state, chunk, buffers)
 

@@ -37,6 +37,7 @@ from subquad.kernels.tables import UNION, pattern_edges, pattern_mask
 from subquad.supports import drawn, patterns
 from subquad.supports.kept import EVERYTHING
 from subquad.supports.patterns import Pattern
+from subquad.supports.shards import last_rows
 from subquad.supports.support import text_of
 
 
@@ -129,6 +130,22 @@ class PatternAttention(Attention):
             which = "union" if family is None else str(family)
             x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
             outs.append(merge_attention(x, [y], [z], text, which, q.shape[2], scale=scale, **about))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def attend_last(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """The last queries (B, H, t, d) of a sequence of n tokens, k and v (B, H or H/g, n, d), real (B, n) of them."""
+        n, text, scale = k.shape[2], self._text(k.shape[2]), self.options.softmax_scale
+        first = n - q.shape[2]
+        if self.options.map != "softmax" or not self._has_parts:
+            q = torch.cat((torch.zeros_like(q[:, :, :1]).expand(-1, -1, first, -1), q), 2)
+            lengths = torch.full((len(q),), n, device=q.device)
+            return self.attend_aligned(q, k, v, real, lengths, None)[:, :, first:]
+        about: dict[str, Any] = {"scale": scale, "valid": [None if real is None else real[:, None]]}
+        outs = []
+        for heads, family in self.head_groups():
+            where = last_rows(text, "union" if family is None else str(family), first, n, 1)
+            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
+            outs.append(merge_attention(x, [y], [z], *where, n, **about))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     @property

@@ -14,7 +14,9 @@ self-loops and the window pin their edges whatever p is, so these have no part i
 cross-attention the window compares positions counted from 0 on both sides.
 
 Sampling is not switched off in evaluation: everything random follows from the seed of the call. The random numbers of a
-pair go by the ranks of its tokens among the real tokens of their row, so padding never moves them.
+pair go by the ranks of its tokens among the real tokens of their row, so padding never moves them. In evaluation they
+do not go by the place of the row in its batch either: a row gives what it gives alone, and beams can change places. In
+training every row of a batch has random numbers of its own.
 
 The record of a call has `density` (H,), sampled edges / possible edges per head, padding not counted; `path` "edges",
 "dense" or, causal, "both"; in training `auxiliary_loss`, the density loss.
@@ -107,7 +109,7 @@ class Sbm(Attention):
 
     def rules(self, training: bool, crossover: float) -> Rules:
         o = self.options
-        return Rules(o.sampler, o.causal, o.exploration if training else 0.0, self.reach, crossover)
+        return Rules(o.sampler, o.causal, o.exploration if training else 0.0, self.reach, crossover, not training)
 
     @property
     def reach(self) -> int:

@@ -32,7 +32,8 @@ def decode_bench(
     console.print(table(rows))
     for line in (
         "full: scaled_dot_product_attention over a preallocated key/value cache; state: against that cache",
-        f"prefill: the n tokens in chunks of {chunk:,}, against one call of the mechanism, which keeps no state",
+        f"prefill: the n tokens in chunks of {chunk:,}, against one call of the mechanism, which keeps no state;",
+        "its memory: how far resident memory rises in chunks, and in one call",
     ):
         console.print(line, style="dim", soft_wrap=True)
     if json is not None:
@@ -44,7 +45,7 @@ def table(rows: Sequence[DecodeRow]) -> Table:
     from subquad.cli.bench_table import against, seconds
 
     result = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("n", "attention", "step", "against full", "state", "of cache", "prefill"):
+    for title in ("n", "attention", "step", "against full", "state", "of cache", "prefill", "its memory"):
         result.add_column(title, justify="left" if title == "attention" else "right", no_wrap=title != "attention")
     for last, row in zip([None, *rows], rows, strict=False):
         if last is not None and last.n != row.n:
@@ -55,9 +56,14 @@ def table(rows: Sequence[DecodeRow]) -> Table:
         chunks, call = row.chunk_seconds, row.call_seconds
         prefill = "" if chunks is None or call is None else f"{chunks / call:.2f}×"
         size = f"{row.state_bytes / 2**20:,.2f} MiB"
-        result.add_row(length, name, seconds(row.seconds), against(row.ratio), size, share, prefill)
+        peak = "" if not row.chunk_memory or not row.call_memory else _peak(row.chunk_memory, row.call_memory)
+        result.add_row(length, name, seconds(row.seconds), against(row.ratio), size, share, prefill, peak)
     return result
 
 
 def _share(state: int, cache: int) -> str:
     return f"1/{cache / state:,.0f}" if state < cache else f"{state / cache:.1f}×"
+
+
+def _peak(chunks: int, call: int) -> str:
+    return f"{chunks / 2**20:,.0f} of {call / 2**20:,.0f} MiB"

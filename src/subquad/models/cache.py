@@ -5,7 +5,8 @@
 
 A layer has no keys and values to show: its mechanism keeps what a later token can ask for, which is less (see
 `subquad.attention.states`). Everything `generate` does with a cache is here: reorder rows for beams, take tokens back
-for assisted decoding, repeat and select rows, move to another device.
+for assisted decoding, repeat and select rows, move to another device. Where more tokens are taken back than the states
+can, the next call computes them again from the tokens that were read (`subquad.models.past`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from subquad.attention.base import Attention
 from subquad.attention.states import State
 from subquad.attention.states.state import ROLLBACK
+from subquad.models.past import Past
 
 RECORDING = 512  # tokens that can be taken back where transformers announces that it will
 
@@ -31,11 +33,13 @@ class StateLayer(CacheLayerMixin):
     supports_early_init = False
     is_sliding = False
 
-    def __init__(self) -> None:
+    def __init__(self, past: Past | None = None, *, leads: bool = True) -> None:
         super().__init__()
         self.state: State | None = None
         self.slots, self.rollback = 0, ROLLBACK
-        self.absent: list[int] = []  # slots that hold padding in every row, and so no token of the state
+        self.past = Past() if past is None else past  # one for all layers; the first one looks after it
+        self.leads = leads
+        self.is_behind = False  # cropped beyond what the state keeps: to be computed again before the next tokens
 
     def __repr__(self) -> str:
         return f"StateLayer(slots={self.slots}, nbytes={0 if self.state is None else self.state.nbytes})"
@@ -55,9 +59,7 @@ class StateLayer(CacheLayerMixin):
 
     def skip(self, key_mask: Tensor) -> None:
         """After `extend` with the real slots of a chunk alone, count those that hold padding in every row."""
-        before = self.slots - int(key_mask[0].sum())
-        self.absent += (before + (~key_mask[0]).nonzero()[:, 0]).tolist()
-        self.slots = before + key_mask.shape[1]
+        self.slots += int((~key_mask[0]).sum())
 
     @property
     def batch_size(self) -> int:
@@ -85,34 +87,56 @@ class StateLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._set(None if self.state is None else self.state.reorder(beam_idx))
+        if self.leads:
+            self.past.change_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._set(None if self.state is None else self.state.repeat(repeats))
+        if self.leads:
+            self.past.change_rows(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
             chosen = torch.arange(self.state.batch_size, device=self.state.device)[indices.to(self.state.device)]
             self._set(self.state.reorder(chosen))
+            if self.leads:
+                self.past.change_rows(lambda x: x.index_select(0, chosen.to(x.device)))
 
     def activate_past_recording(self) -> None:
         """transformers will take tokens back: keep more of them."""
         self.rollback = max(self.rollback, RECORDING)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove slots, as if they had never been."""
+        """Forget the last -tokens_to_remove slots, as if they had never been. Beyond what the state keeps, it is
+        computed again with the next call.
+        """
         if tokens_to_remove > 0 or -tokens_to_remove > self.slots:
             raise ValueError(
                 f"tokens_to_remove must be 0 or minus a number of tokens, down to -{self.slots}, not {tokens_to_remove}"
             )
         if tokens_to_remove and self.state is not None:
-            left = self.slots + tokens_to_remove
-            tokens = tokens_to_remove + sum(slot >= left for slot in self.absent)
-            # what is removed beyond a row's own tokens was padding in front of them
-            self._set(self.state.crop((self.state.length + tokens).clamp(min=0)))
-            self.slots, self.absent = left, [slot for slot in self.absent if slot < left]
+            left, known = self.slots + tokens_to_remove, self.past.slots
+            if known >= left:  # the first layer has cropped it already
+                length = self.past.lengths(left).to(self.state.device) if left else torch.zeros_like(self.state.length)
+            else:  # what is removed beyond a row's own tokens was padding in front of them
+                length = (self.state.length + tokens_to_remove).clamp(min=0)
+            self.is_behind = self.is_behind or bool(((length < self.state.earliest) & (length > 0)).any())
+            self._set(self.state.crop(0 if self.is_behind and known >= left else length))
+            self.slots = left
+            if self.leads and known >= left:
+                self.past.crop(left)
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """Positions of each row, counted from its first real token, (B,); None before the first tokens."""
+        if self.state is None:
+            return None
+        return self.past.lengths(self.slots) if self.is_behind else self.state.length
 
     def reset(self) -> None:
-        self.state, self.slots, self.is_initialized, self.absent = None, 0, False, []
+        self.state, self.slots, self.is_initialized, self.is_behind = None, 0, False, False
+        if self.leads:
+            self.past.crop(0)
 
     def offload(self) -> None:
         self._set(None if self.state is None else self.state.to("cpu"))
@@ -127,11 +151,12 @@ class SubquadCache(DynamicCache):
     layers: list[StateLayer]
 
     def __init__(self, num_layers: int) -> None:
-        Cache.__init__(self, layers=[StateLayer() for _ in range(num_layers)])
+        Cache.__init__(self, layers=state_layers(num_layers))
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
+        past = self.layers[0].past.nbytes if self.layers else 0
+        return past + sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
 
     @property
     def lengths(self) -> Tensor | None:
@@ -140,8 +165,21 @@ class SubquadCache(DynamicCache):
 
 def lengths_of(cache: DynamicCache) -> Tensor | None:
     """Positions of each row, counted from its first real token, (B,); None before the first tokens."""
-    state = cache.layers[0].state
-    return None if state is None else state.length
+    return cache.layers[0].lengths
+
+
+def state_layers(number: int) -> list[StateLayer]:
+    past = Past()
+    return [StateLayer(past, leads=index == 0) for index in range(number)]
+
+
+def begun_anew(cache: DynamicCache) -> list[dict[str, Any]]:
+    """What a cache has read, where its states are to be computed again, as `Stack.run` takes it; else nothing."""
+    if not any(layer.is_behind for layer in cache.layers):
+        return []
+    calls = cache.layers[0].past.taken()
+    cache.reset()
+    return calls
 
 
 def with_state_layers(cache: Any, num_layers: int) -> DynamicCache:
@@ -156,7 +194,7 @@ def with_state_layers(cache: Any, num_layers: int) -> DynamicCache:
     if not all(isinstance(layer, StateLayer) for layer in cache.layers) or not cache.layers:
         if cache.get_seq_length():
             raise ValueError("past_key_values holds keys and values, from another model: its states are needed here")
-        cache.layers = [StateLayer() for _ in range(num_layers)]
+        cache.layers = state_layers(num_layers)
         cache.layer_class_to_replicate = None
     if len(cache.layers) != num_layers:
         raise ValueError(f"past_key_values has {len(cache.layers)} layers, the model has {num_layers}")

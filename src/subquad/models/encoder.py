@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 from subquad.attention.base import Attention
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_positions
-from subquad.models.cache import SubquadCache, lengths_of, with_state_layers
+from subquad.models.cache import SubquadCache, begun_anew, lengths_of, with_state_layers
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import of_today, read_old, renew
 from subquad.models.outputs import BackboneOutput, BlockOutput, collect
@@ -112,6 +112,8 @@ class Stack(SubquadPreTrainedModel):
         `cache` the tokens follow those that it has.
         """
         wanted = self._wanted(output_attentions, output_hidden_states, output_records)
+        for again in [] if cache is None else begun_anew(cache):
+            self.run(**again, cross=cross, cache=cache, cross_cache=cross_cache)
         x = self._inputs(ids, embeds)
         if cache is None:
             key_mask, positions = real_tokens(mask), place(x, mask, position_ids, cu_seqlens)  # (B or 1, n)
@@ -140,6 +142,8 @@ class Stack(SubquadPreTrainedModel):
             x = output.states
             states.append(x)
             outputs.append(output)
+        if cache is not None and not torch.compiler.is_compiling():
+            cache.layers[0].past.add(ids, embeds, key_mask, positions, token_type_ids)
         x = states[-1] = self.norm(x)
         weights = tuple(output.weights for output in outputs), tuple(output.cross_weights for output in outputs)
         return BackboneOutput(

@@ -65,6 +65,13 @@ class Shard(Support):
         return _needed(self, n, which)
 
 
+def last_rows(text: str, which: str, first: int, n: int, sources: int) -> tuple[str, str]:
+    """The support and the plan of the queries first … n-1 of a plan alone, for somebody who has all its keys."""
+    if first == 0:
+        return text, which
+    return Shard(of=text, rows=(first, n), sources=((0, FAR),) * sources).text, f"{which}:local"
+
+
 @lru_cache(maxsize=256)
 def _needed(shard: Shard, n: int, which: str) -> tuple[np.ndarray, ...]:
     found: list[list[np.ndarray]] = [[] for _ in shard.sources]

@@ -77,14 +77,7 @@ class Fixed(Partition):
         return (GroupSet("spans", self.span),)
 
     def plan(self, n, which):
-        """ "from:a" is "main" for n causal tokens that a complete spans stand before; these are the first summaries."""
-        if not which.startswith("from:"):
-            return Tree(causal=self.causal, span=self.span, depth=1).plan(n, which)
-        s, before = self.span, int(which.removeprefix("from:"))
-        inside = n // s  # complete spans among the n tokens
-        new = range(before, before + inside), range(s - 1, s * inside, s)
-        parts = diagonal(0, n, s, causal=True) + rows_to_keys(range(n), range(before), source=1)
-        return make_plan(parts + rows_to_keys(range(n), new[0], positions=new[1], source=1, hi=-1), n)
+        return Tree(causal=self.causal, span=self.span, depth=1).plan(n, which)
 
     def kept(self, margin):
         return Tree(causal=self.causal, span=self.span, depth=1).kept(margin)
@@ -233,6 +226,8 @@ class Tree(Partition):
     def plan(self, n, which):
         s, causal = self.span, self.causal
         assert s is not None
+        if which.startswith("from:"):
+            return self._continued(n, s, int(which.removeprefix("from:")))
         if which != "main":
             level = int(which.removeprefix("members:"))
             return span_members(-(-n // s ** (level - 1)), s)
@@ -246,6 +241,38 @@ class Tree(Partition):
                 break
             parts += self._inside(n, s, level)
         return make_plan(parts, n)
+
+    def _continued(self, n: int, s: int, before: int) -> Plan:
+        """ "from:a" is "main" for n causal tokens that a complete blocks of s stand before.
+
+        Source t has the blocks of level t from the first one in the parent of the first token on; the top has all.
+        """
+        parts, begin = diagonal(0, n, s, causal=True), before * s
+        for level in range(1, self.depth + 1):
+            size, parent = s**level, s ** (level + 1)
+            top = level == self.depth
+            inside = begin if top else begin % parent  # tokens before the first one, in its parent
+            rows = n if top or not inside else min(n, parent - inside)  # tokens in the parent that has begun
+            if top or inside:
+                old, new = inside // size, (inside + rows) // size  # complete blocks
+                ends = range((old + 1) * size - 1 - inside, new * size - inside, size)
+                parts += rows_to_keys(range(rows), range(old), source=level)
+                parts += rows_to_keys(range(rows), range(old, new), positions=ends, source=level, hi=-1)
+            if not top:
+                first = rows if inside else 0  # the parents that begin among the n tokens
+                parts += [
+                    replace(
+                        part,
+                        queries=part.queries.moved(first),
+                        keys=part.keys.moved(s if inside else 0),
+                        positions=part.placed.moved(first),
+                    )
+                    for part in self._inside(n - first, s, level)
+                ]
+        return make_plan(parts, n)
+
+    def begin(self, i):
+        return i // self.span * self.span
 
     def kept(self, margin):
         s, inner = self.span, range(1, self.depth)

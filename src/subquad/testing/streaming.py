@@ -61,6 +61,13 @@ def state_is_a_value(case: Case) -> None:
 
         for back in (1, 8):
             close(go_on(state.crop(state.length - back)), fresh(40 - back), 1e-9, f"after a crop of {back} tokens")
+        _, whole = stream(case, module, begun, (21, 19), mask, seed=seed, rollback=None)
+        for back in (1, 33):
+            close(go_on(whole.crop(whole.length - back)), fresh(40 - back), 1e-9, f"after a crop of {back}, recomputed")
+        behind = whole.crop(whole.length - torch.tensor([31, 4])).repeat(2).crop(torch.tensor([7, 9, 30, 33]))
+        close(go_on(behind, (0, 0, 1, 1))[:1], fresh(7)[:1], 1e-9, "after two crops, recomputed")
+        slots = 33 if mask is None else 36
+        close(go_on(behind, (0, 0, 1, 1))[3:], fresh(slots, (1, 1))[1:], 1e-9, "after two crops, recomputed")
         uneven = state.crop(state.length - torch.tensor([2, 0]))
         close(go_on(uneven)[:1], fresh(38)[:1], 1e-9, "after a crop of one row")
         close(go_on(uneven)[1:], fresh(40)[1:], 1e-9, "after a crop of another row")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from subquad.attention.states.state import LEAST, Chunk, State
+from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, State, appended
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 SOME_THAT_CAN = "full, longformer, combiner-fixed, combiner-window, composite-slice, linear"
 
 
-def start(module: Attention, batch_size: int, device: Any, dtype: Any, seed: Tensor | None, rollback: int) -> State:
+def start(
+    module: Attention, batch_size: int, device: Any, dtype: Any, seed: Tensor | None, rollback: int | None
+) -> State:
     name, options = module.name, module.options
     if not module.capabilities.streaming or not module.capabilities.causal:
         raise ValueError(f"{name} cannot stream: it has no causal form; mechanisms that can: {SOME_THAT_CAN}, …")
@@ -27,15 +30,20 @@ def start(module: Attention, batch_size: int, device: Any, dtype: Any, seed: Ten
             "max_length when the mechanism is made"
         )
     for label, value, least in (("batch_size", batch_size, 1), ("rollback", rollback, 0)):
+        if label == "rollback" and value is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{label} must be an integer ≥ {least}, not {value!r}")
+            also = ", or None to keep all tokens" if label == "rollback" else ""
+            raise ValueError(f"{label} must be an integer ≥ {least}{also}, not {value!r}")
     like = next((p for p in module.parameters() if p.is_floating_point()), None)
     device = device if device is not None else torch.device("cpu") if like is None else like.device
     dtype = dtype if dtype is not None else torch.get_default_dtype() if like is None else like.dtype
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point dtype, not {dtype!r}")
     zero = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    return State(name, module.make_memory(max(LEAST, rollback)), zero, zero, seed, rollback, dtype, even=0)
+    memory = module.make_memory(max(LEAST, ROLLBACK if rollback is None else rollback))
+    tokens: Buffers | None = {} if rollback is None and memory.forgets else None
+    return State(name, memory, zero, zero, seed, rollback, dtype, even=0, tokens=tokens)
 
 
 def extend(
@@ -43,21 +51,45 @@ def extend(
 ) -> tuple[Tensor, State]:
     chunk, shift = arranged(state, (q, k, v), key_mask)
     check_length(module, state, chunk)
+    state = recomputed(module, state)
     out, buffers = state.memory.extend(module, chunk, state)
     if chunk.here is not None:
         out = out.masked_fill(~chunk.here[:, None, :, None], 0)
     return moved_back(out, shift), extended(state, chunk, buffers)
 
 
-def extended(state: State, chunk: Chunk, buffers: dict[str, Tensor]) -> State:
+def recomputed(module: Attention, state: State, *project: Any) -> State:
+    """The state itself; after a crop beyond what its buffers keep, one of the same length from the kept tokens."""
+    if not state.stale:
+        return state
+    assert state.tokens is not None
+    n, even = int(state.length.max()), state.even
+    q, k, v = (state.tokens.get(name, state.tokens["k"])[:, :, :n] for name in "qkv")
+    position = torch.arange(n, device=state.device).expand(state.batch_size, n)
+    here = position < state.length[:, None]
+    real = state.tokens["real"][:, :n] & here
+    chunk = Chunk(q, k, v, position, real, here, state.length)
+    if even is not None or bool(real.all()):
+        chunk = Chunk(q, k, v, position, None, None, state.length[:1])
+    zero = torch.zeros_like(state.length)
+    empty = replace(state, length=zero, high=zero, even=0, buffers={}, tokens=None, stale=False)
+    _, buffers = state.memory.extend(module, chunk, empty, *project)
+    return replace(extended(empty, chunk, buffers), even=even, tokens=state.tokens)
+
+
+def extended(state: State, chunk: Chunk, buffers: Buffers) -> State:
     length = state.length + chunk.added
     even = None
     if not torch.compiler.is_compiling() and state.even is not None and chunk.real is None:
         even = state.even + chunk.q.shape[2]
-    high, heads = state.high.maximum(length), chunk.k.shape[1]
+    high, heads, tokens = state.high.maximum(length), chunk.k.shape[1], state.tokens
+    if tokens is not None:
+        news = {"k": chunk.k} if chunk.q is chunk.k else {"q": chunk.q, "k": chunk.k, "v": chunk.v}
+        tokens = appended(tokens, news, chunk, 0 if torch.compiler.is_compiling() else int(length.max()))
     return State(
-        state.mechanism, state.memory, length, high, state.seed, state.rollback, state.dtype, heads, even, buffers
-    )
+        state.mechanism, state.memory, length, high, state.seed, state.rollback, state.dtype, heads, even, buffers,
+        tokens,
+    )  # fmt: skip
 
 
 def check_state(module: Attention, state: Any, x: Tensor) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention.states.replay import Replay, appended
-from subquad.attention.states.state import Buffers, Chunk, State, write
+from subquad.attention.states.replay import Replay
+from subquad.attention.states.state import Buffers, Chunk, State, appended, write
 from subquad.attention.states.sums import every_head
 from subquad.kernels.sampler import sample
 

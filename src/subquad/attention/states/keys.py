@@ -69,6 +69,10 @@ class Keys(Memory):
                 found = torch.where(lost > 0, found.maximum((lost + one.reach) * one.unit), found)
         return found
 
+    @property
+    def forgets(self) -> bool:
+        return any(one.ring for one in self.kept)
+
     def _holder(self, position: Tensor) -> list[Tensor]:
         """For each row of slots of tokens, which positions count in it."""
         taken, holds = torch.zeros_like(position, dtype=torch.bool), {}
@@ -164,14 +168,12 @@ class Keys(Memory):
             slots += [torch.arange(start + own.start, start + own.stop) for own in one.slices(entries)]
         place = torch.cat(slots).to(chunk.q.device)
         k, v = (torch.cat((buffers[name][:, :, place], x), 2) for name, x in (("k", chunk.k), ("v", chunk.v)))
-        q = torch.cat((torch.zeros_like(chunk.q[:, :, :1]).expand(-1, -1, len(place), -1), chunk.q), 2)
         real = torch.cat((buffers["real"][:, place], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
-        after = torch.full_like(chunk.position[:, 0], q.shape[2])
-        out = module.attend_aligned(q, k, v, None if bool(real.all()) else real, after, None)
+        out = module.attend_last(chunk.q, k, v, None if bool(real.all()) else real)
         before = chunk.position[:, 0]
         if torch.is_grad_enabled():
-            return out[:, :, len(place) :], self._written(module, chunk, buffers, before, before + chunk.added)
-        return out[:, :, len(place) :], self.write_run(chunk, buffers, length)
+            return out, self._written(module, chunk, buffers, before, before + chunk.added)
+        return out, self.write_run(chunk, buffers, length)
 
     def empty(self, chunk: Chunk) -> Buffers:
         slots = self.offsets[-1] + (self.kept[-1].size or FIRST) + 1

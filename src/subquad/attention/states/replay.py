@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, read, write
+from subquad.attention.states.state import Buffers, Chunk, Memory, State, appended, read, with_room
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
-
-FIRST = 64  # places of a new buffer
 
 
 class Replay(Memory):
@@ -29,25 +27,8 @@ class Replay(Memory):
         return read(out, chunk.position.clamp(max=n - 1)), buffers
 
     def reserve(self, buffers: Buffers, length: int) -> Buffers:
-        return {name: grown(x, length + 1, x.dim() // 2) for name, x in buffers.items()}
+        return with_room(buffers, length)
 
-
-def appended(buffers: Buffers, new: Buffers, chunk: Chunk, n: int) -> Buffers:
-    """Buffers by position, with room for n of them and a last place for what does not exist."""
-    real = chunk.real
-    if real is None:
-        real = torch.ones_like(chunk.position, dtype=torch.bool)
-    new = {**new, "real": real}
-    if not buffers:
-        buffers = {name: x.new_zeros(*_shape(x, max(FIRST, n + 1))) for name, x in new.items()}
-    found = {}
-    for name, x in new.items():
-        buffer = grown(buffers[name], n + 1, x.dim() // 2)
-        last = buffer.shape[x.dim() // 2] - 1
-        slot = chunk.position if chunk.here is None else torch.where(chunk.here, chunk.position, last)
-        found[name] = write(buffer, slot, x)
-    return found
-
-
-def _shape(x: Tensor, places: int) -> tuple[int, ...]:
-    return (*x.shape[: x.dim() // 2], places, *x.shape[x.dim() // 2 + 1 :])
+    @property
+    def forgets(self) -> bool:
+        return False

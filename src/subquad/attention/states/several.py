@@ -59,6 +59,10 @@ class Several(Memory):
     def earliest(self, state: State) -> Tensor:
         return torch.stack([own.memory.earliest(own) for own in self._states(state)]).amax(0)
 
+    @property
+    def forgets(self) -> bool:
+        return any(memory.forgets for memory in self.memories)
+
     def reserve(self, buffers: Buffers, length: int) -> Buffers:
         pairs = ((f"{m}.", memory) for m, memory in enumerate(self.memories))
         found = (outer(memory.reserve(inner(buffers, name), length), name) for name, memory in pairs)

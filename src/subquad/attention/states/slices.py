@@ -22,6 +22,7 @@ from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown,
 from subquad.core.hashing import dropout_factors
 from subquad.supports.kept import Kept
 
+WIDE = 256  # of a long chunk so many tokens at a time, with rings that are wide enough for a while
 FIRST = 16  # tokens of the coarsest scale that a new buffer has room for
 
 
@@ -47,8 +48,8 @@ class Slices(Memory):
     """Composite Slice attention; `extend` gives (B, 1, t, E), and takes the tokens as the chunk's keys."""
 
     def __init__(self, options: Any, margin: int) -> None:
-        self.options, self.margin = options, margin
         self.size, self.reach, self.top = options.slice_length, options.reach, options.levels - 1
+        self.options, self.margin = options, margin
         self.steps = [-(-margin // self.size**scale) + (scale > 0) for scale in range(self.top + 1)]
         self.rings = [self.size + self.reach + step for step in self.steps]  # tokens of a scale that are kept
 
@@ -82,12 +83,17 @@ class Slices(Memory):
             longest = int((state.length + chunk.added).max()) if even is None else even + 1
             buffers = self.reserve(buffers, longest)
         outs, length = [], state.length
-        for first in range(0, t, self.margin):
-            piece = slice(first, first + self.margin)
+        wide = self
+        if t > 2 * self.margin and self.margin < WIDE and not torch.compiler.is_compiling():
+            wide = Slices(self.options, WIDE)
+            buffers = moved(buffers, length, self, wide)
+        for first in range(0, t, wide.margin):
+            piece = slice(first, first + wide.margin)
             news = News(chunk.k[:, 0, piece], real[:, piece], here[:, piece], length, even)
-            out, buffers = _Scale(self, module, state.seed).extend(0, news, project, buffers)
+            out, buffers = _Scale(wide, module, state.seed).extend(0, news, project, buffers)
             outs.append(out.masked_fill(~news.real[..., None], 0))
             length = news.after
+        buffers = buffers if wide is self else moved(buffers, length, wide, self)
         return (outs[0] if len(outs) == 1 else torch.cat(outs, 1))[:, None], buffers
 
     @staticmethod
@@ -111,6 +117,28 @@ class Slices(Memory):
             made[f"top.{name}"] = like.new_zeros(b, heads[-1], FIRST + 1, width_of_head)
         made["top.real"] = torch.ones(b, FIRST + 1, dtype=torch.bool, device=like.device)
         return made
+
+
+def moved(buffers: Buffers, length: Tensor, old: Slices, new: Slices) -> Buffers:
+    """The buffers of rows of `length` (B,) tokens with rings of other sizes: what is last in them, as much as fits."""
+    found = {name: x for name, x in buffers.items() if name.startswith("top.")}
+    for scale, (ring, size) in enumerate(zip(old.rings[:-1], new.rings[:-1], strict=True)):
+        count = length // old.size**scale
+        slices = (old.steps[scale + 1] + 2, new.steps[scale + 1] + 2)
+        for name in ("k", "v", "x", "real", "given"):
+            one = count // old.size if name == "given" else count
+            before, after = slices if name == "given" else (ring, size)
+            found[f"{scale}.{name}"] = _ring(buffers[f"{scale}.{name}"], one, before, after)
+    return found
+
+
+def _ring(buffer: Tensor, count: Tensor, old: int, new: int) -> Tensor:
+    """A ring of `old` slots, the last entry of which is number count - 1, as one of `new` slots."""
+    entry = count[:, None] - 1 - torch.arange(min(old, new), device=count.device)  # (B, m)
+    shape = list(buffer.shape)
+    shape[buffer.dim() // 2] = new + 1
+    empty = buffer.new_ones(shape) if buffer.dtype == torch.bool else buffer.new_zeros(shape)
+    return write(empty, torch.where(entry >= 0, entry % new, new), read(buffer, entry % old))
 
 
 class _Scale:

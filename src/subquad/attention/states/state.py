@@ -51,6 +51,11 @@ class Memory:
         """The shortest length that each row can be cropped to, (B,); 0 is always possible beside it."""
         return torch.zeros_like(state.length)
 
+    @property
+    def forgets(self) -> bool:
+        """Is a token ever given up? Else rows can be cropped to any length."""
+        return True
+
     def reserve(self, buffers: Buffers, length: int) -> Buffers:
         """The buffers with room for rows of `length` positions."""
         return buffers
@@ -61,6 +66,7 @@ class State:
     """What a causal mechanism knows of the tokens so far. A value: every method returns another state.
 
         state.length            int64 (B,): positions of each row, counted from its first real token
+        state.earliest          int64 (B,): the shortest length that rows can be cropped to without recomputation
         state.nbytes            bytes of all buffers
         state.reorder(index)    the rows `index`, int64 (B',), as beam search asks for
         state.repeat(times)     every row `times` times in a row
@@ -77,11 +83,13 @@ class State:
     length: Tensor
     high: Tensor  # int64 (B,): the greatest length that rows have had; behind it nothing was ever written
     seed: Tensor | None
-    rollback: int
+    rollback: int | None
     dtype: torch.dtype
     key_heads: int | None = None  # known from the first tokens on
     even: int | None = None  # the length of all rows, where it is one and nothing was ever padded
     buffers: Buffers = field(default_factory=dict)
+    tokens: Buffers | None = None  # with rollback=None all tokens by position, to recompute the buffers from
+    stale: bool = False  # cropped beyond what the buffers keep: they are recomputed before the next tokens
 
     @property
     def batch_size(self) -> int:
@@ -93,11 +101,18 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.buffers.values()) + self.length.nbytes + self.high.nbytes
+        own = (*self.buffers.values(), *(self.tokens or {}).values(), self.length, self.high)
+        return sum(x.nbytes for x in own)
+
+    @property
+    def earliest(self) -> Tensor:
+        """The shortest length that each row can be cropped to without recomputation, (B,); 0 is possible beside it."""
+        return self.length if self.stale else self.memory.earliest(self).minimum(self.length)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> State:
         buffers = {name: change(x) for name, x in self.buffers.items()}
-        return replace(self, length=change(self.length), high=change(self.high), buffers=buffers)
+        tokens = None if self.tokens is None else {name: change(x) for name, x in self.tokens.items()}
+        return replace(self, length=change(self.length), high=change(self.high), buffers=buffers, tokens=tokens)
 
     def reorder(self, index: Tensor) -> State:
         """The rows `index` of this state, in that order; a row may stand there several times."""
@@ -118,21 +133,25 @@ class State:
     def crop(self, length: int | Tensor) -> State:
         """As if rows had never been longer than `length`, an integer or int64 (B,); shorter rows stay as they are.
 
-        At least `rollback` tokens can be taken back (see `start`), or all of them; a length in between raises.
+        Down to `earliest` nothing is computed, and 0 is an empty state again. In between the state has to be
+        recomputed: the next `extend` does that where the tokens are kept, `start(…, rollback=None)`; else it raises.
         """
         wanted = self._wanted(length).minimum(self.length)
-        earliest = self.memory.earliest(self)
+        earliest = self.earliest
         lost = (wanted < earliest) & (wanted > 0)
-        if bool(lost.any()):
+        stale = self.stale or bool(lost.any())
+        if stale and self.tokens is None:
             row = int(lost.nonzero()[0, 0])
             raise ValueError(
                 f"length: row {row} can be cropped to {int(earliest[row])} … {int(self.length[row])}, or to 0, not to "
                 f"{int(wanted[row])}; start(…, rollback={self.rollback}) says how many tokens can be taken back at "
-                "least, a greater rollback keeps more"
+                "least, a greater rollback keeps more, and rollback=None keeps all tokens"
             )
+        if not bool(wanted.any()):
+            stale = False  # nothing is left to recompute
         high = torch.where(wanted > 0, self.high, 0)
         even = min(self.even, length) if isinstance(length, int) and self.even is not None else None
-        return replace(self, length=wanted, high=high, even=even)
+        return replace(self, length=wanted, high=high, even=even, stale=stale)
 
     def _wanted(self, length: int | Tensor) -> Tensor:
         if isinstance(length, bool) or not isinstance(length, (int, Tensor)):
@@ -147,7 +166,8 @@ class State:
 
     def reserve(self, length: int) -> State:
         """With room for rows of `length` positions; before the first tokens there is nothing to make room in."""
-        return replace(self, buffers=self.memory.reserve(dict(self.buffers), length))
+        tokens = None if self.tokens is None else with_room(self.tokens, length)
+        return replace(self, buffers=self.memory.reserve(dict(self.buffers), length), tokens=tokens)
 
     def clone(self) -> State:
         return self._each(torch.clone)
@@ -194,3 +214,34 @@ def grown(buffer: Tensor, wanted: int, dim: int) -> Tensor:
     shape[dim] = max(wanted, 2 * have) - have
     more = buffer.new_ones(shape) if buffer.dtype == torch.bool else buffer.new_zeros(shape)
     return torch.cat((buffer, more), dim)  # nothing is padding until it is written
+
+
+# ---- buffers of all tokens, by position ---------------------------------------------------------------------
+
+FIRST = 64  # places of a new one
+
+
+def appended(buffers: Buffers, new: Buffers, chunk: Chunk, n: int) -> Buffers:
+    """Buffers by position, with room for n of them and a last place for what does not exist."""
+    real = chunk.real
+    if real is None:
+        real = torch.ones_like(chunk.position, dtype=torch.bool)
+    new = {**new, "real": real}
+    if not buffers:
+        buffers = {name: x.new_zeros(*_shape(x, max(FIRST, n + 1))) for name, x in new.items()}
+    found = {}
+    for name, x in new.items():
+        buffer = grown(buffers[name], n + 1, x.dim() // 2)
+        last = buffer.shape[x.dim() // 2] - 1
+        slot = chunk.position if chunk.here is None else torch.where(chunk.here, chunk.position, last)
+        found[name] = write(buffer, slot, x)
+    return found
+
+
+def with_room(buffers: Buffers, length: int) -> Buffers:
+    """The same with room for `length` positions."""
+    return {name: grown(x, length + 1, x.dim() // 2) for name, x in buffers.items()}
+
+
+def _shape(x: Tensor, places: int) -> tuple[int, ...]:
+    return (*x.shape[: x.dim() // 2], places, *x.shape[x.dim() // 2 + 1 :])

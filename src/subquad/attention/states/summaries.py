@@ -42,6 +42,7 @@ class Summaries(Keys):
         self.skip = getattr(partition, "sinks", 0)  # that many first tokens are in no span
         self.tokens = next(one for one in self.kept if one.source == 0 and one.ring)
         self.levels = sorted((one for one in self.kept if one.source), key=lambda one: one.source)
+        self._branch = self.levels[0].unit  # blocks of a block of the next level
 
     def _start(self, one: Kept) -> int:
         return self.offsets[self.kept.index(one)]
@@ -107,41 +108,76 @@ class Summaries(Keys):
     # ---- long chunks ----
 
     def has_fast_path(self, module, chunk, state):
-        """One level of spans, rows of equal length without padding, nothing dropped; sinks lie before the window."""
+        """Rows of equal length without padding, nothing dropped; sinks lie before the window."""
         return super().has_fast_path(module, chunk, state) and self.partition.begin(int(state.length[0])) >= self.skip
 
     def continued(self, module, chunk, buffers, length):
-        """As one call does it, from the first token that is still seen directly: the tokens from there on, the
-        summaries of all spans, and the sinks.
+        """As one call does it, from the first token that is still seen directly: the tokens from there on, of every
+        level the blocks that are still seen and those that are complete now, and the sinks.
         """
-        (top,), every, size = self.levels, _every_head(chunk), self.levels[0].unit
-        after = torch.full_like(chunk.position[:, 0], length + chunk.q.shape[2])
-        buffers = self.reserve(buffers, int(after[0]))
-        begin, start = self.partition.begin(length), self._start(self.tokens)
-        ring = self.tokens.slots(torch.arange(begin, length, device=after.device))
-        old = buffers["q"][:, :, ring], *(buffers[name][:, :, ring + start] for name in ("k", "v"))
-        q, k, v = (torch.cat((x, y), 2) for x, y in zip(old, every[:3], strict=True))  # (B, H, r + t, d)
-        real = torch.cat((buffers["real"][:, ring + start], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
-        plain = bool(real.all())
-        first, stop = length // size, int(after[0]) // size  # spans that are complete now
-        if stop > first:
-            own = slice(first * size - begin, stop * size - begin)
-            blocks = [x[:, :, own].unflatten(2, (-1, size)) for x in (q, k, v)]
-            found = of_tokens(module, *blocks, None if plain else real[:, own].unflatten(1, (-1, size)))
-            block = torch.arange(first, stop, device=after.device).expand(len(after), stop - first)
-            buffers = self._put(buffers, top, block, block >= 0, block[:, -1] + 1, found)
-        kept = [slice(self._start(top), self._start(top) + stop)]
-        kept += [slice(0, self.skip)] if self.skip else []  # the first row of slots
-        sources = ([x, *(buffers[name][:, :, own] for own in kept)] for name, x in (("k", k), ("v", v)))
-        valid = [real[:, None], *(buffers["real"][:, None, own] for own in kept)]
-        valid = [None] * len(valid) if all(bool(x.all()) for x in valid) else valid
-        about = {"scale": module.options.softmax_scale, "valid": valid}
-        out = merge_attention(q, *sources, self.partition.text, f"from:{begin // size}", q.shape[2], **about)
+        every, stop, begin = _every_head(chunk), length + chunk.q.shape[2], self.partition.begin(length)
+        buffers = self.reserve(buffers, stop)
+        tokens = self._joined(buffers, every, begin, length)
+        sources, below = [(tokens.k, tokens.v, tokens.real)], None
+        for one in self.levels:
+            buffers, below = self._more_blocks(module, one, buffers, tokens, below, length, stop)
+            sources.append((below.key, below.value, below.count > 0))
+        if self.skip:  # the first row of slots
+            sinks = slice(0, self.skip)
+            sources.append((buffers["k"][:, :, sinks], buffers["v"][:, :, sinks], buffers["real"][:, sinks]))
+        keys, values, alive = (list(x) for x in zip(*sources, strict=True))
+        if all(x is None or bool(x.all()) for x in alive):
+            valid = [None] * len(alive)
+        else:
+            alive[0] = torch.ones_like(tokens.position, dtype=torch.bool) if alive[0] is None else alive[0]
+            valid = [x[:, None] for x in alive]  # (B, 1, m)
+        where = (self.partition.text, f"from:{begin // self._branch}", tokens.q.shape[2])
+        out = merge_attention(tokens.q, keys, values, *where, scale=module.options.softmax_scale, valid=valid)
         if torch.is_grad_enabled():
+            after = torch.full_like(chunk.position[:, 0], stop)
             buffers = self._tokens_written(module, every, buffers, after - chunk.added, after)
         else:
             buffers = self._run_written(every, buffers, length)
         return out[:, :, length - begin :].to(chunk.q.dtype), buffers
+
+    def _more_blocks(
+        self, module: Any, one: Kept, buffers: Buffers, tokens: Chunk, below: Summary | None, length: int, stop: int
+    ) -> tuple[Buffers, Summary]:
+        """The buffers with the blocks of a level that tokens length … stop-1 complete, and all blocks still seen."""
+        first, last, found = length // one.unit, stop // one.unit, None
+        top = one is self.levels[-1]
+        seen = 0 if top else length // (one.unit * self._branch) * self._branch
+        if last > first:
+            begin = int(tokens.position[0, 0])
+            own = tokens if below is not None else tokens.part(first * one.unit - begin, last * one.unit - begin)
+            found = self._of_all(module, own, one, below, last - first)
+        series = self._series(buffers, one, seen, first, found)
+        if found is not None:
+            block = torch.arange(first, last, device=tokens.q.device).expand(len(tokens.q), last - first)
+            buffers = self._put(buffers, one, block, block >= 0, block[:, -1] + 1, found)
+        return buffers, series
+
+    def _joined(self, buffers: Buffers, chunk: Chunk, begin: int, length: int) -> Chunk:
+        """The tokens that are kept, from position `begin` on, and the new ones."""
+        ring = self.tokens.slots(torch.arange(begin, length, device=chunk.q.device))
+        place = ring + self._start(self.tokens)
+        old = buffers["q"][:, :, ring], buffers["k"][:, :, place], buffers["v"][:, :, place]
+        q, k, v = (torch.cat((x, y), 2) for x, y in zip(old, chunk[:3], strict=True))  # (B, H, r + t, d)
+        real = torch.cat((buffers["real"][:, place], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
+        position = torch.arange(begin, begin + q.shape[2], device=q.device).expand(len(q), -1)
+        return Chunk(q, k, v, position, None if bool(real.all()) else real, None, chunk.added)
+
+    def _series(self, buffers: Buffers, one: Kept, seen: int, first: int, found: Summary | None) -> Summary:
+        """The blocks of a level from number `seen` on: those before `first` are kept, the others `found`."""
+        own = one.slots(torch.arange(seen, first, device=buffers["k"].device))
+        place, top = own + self._start(one), one is self.levels[-1]
+        key, value, real = buffers["k"][:, :, place], buffers["v"][:, :, place], buffers["real"][:, place]
+        query = key if top else buffers[f"q{one.source}"][:, :, own]  # nothing is pooled from the top
+        count = real.long() if top else buffers[f"count{one.source}"][:, own]
+        old = Summary(query, key, value, count)
+        if found is None:
+            return old
+        return Summary(*(torch.cat(pair, min(2, pair[0].dim() - 1)) for pair in zip(old, found, strict=True)))
 
     # ---- summaries ----
 

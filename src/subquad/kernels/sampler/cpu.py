@@ -36,8 +36,9 @@ def sample(
     exploration: float,
     reach: int,
     crossover: float,
+    alike: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rules = Rules(sampler, causal, exploration, reach, crossover)
+    rules = Rules(sampler, causal, exploration, reach, crossover, alike)
     (batch, heads, n, _), m = w.shape, z.shape[2]
     real = torch.ones(batch, m, dtype=torch.bool) if key_mask is None else key_mask
     z = z if key_mask is None else z * real[:, None, :, None]
@@ -104,7 +105,8 @@ class _Plan:
         extra = rules.exploration * visible + np.minimum(visible, max(0, 2 * rules.reach + 1))
         expected = np.minimum(np.where(dense, 1.0, boost) * rate + extra, visible)
         streams = np.empty(rate.shape, np.uint64)
-        run(loops.streams, np.uint64(seed % 2**64), keys.ids, keys.heads, streams)
+        period = keys.heads if rules.alike else len(w)
+        run(loops.streams, np.uint64(seed % 2**64), keys.ids, keys.heads, period, streams)
         return cls(boost, expected, dense, streams, np.zeros(len(w), np.int64))
 
     def masked(self, keys: _Keys, rules: Rules) -> np.ndarray:

@@ -15,7 +15,7 @@ sample_op.register_kernel("cpu")(cpu.sample)
 
 def sample(w: Tensor, z: Tensor, seed: Tensor, key_mask: Tensor | None, rules: Rules) -> Sample:
     """Graphs of p = W·Zᵀ: w (B, H, n, k) = Y·B, z (B, H, m, k). The same seed draws the same graphs."""
-    settings = (rules.sampler, rules.causal, rules.exploration, rules.reach, rules.crossover)
+    settings = (rules.sampler, rules.causal, rules.exploration, rules.reach, rules.crossover, rules.alike)
     return Sample(*sample_op(w.detach(), z.detach(), seed, key_mask, *settings))
 
 
@@ -46,7 +46,7 @@ def statistics(drawn: Sample) -> dict[str, float]:
 
 
 @sample_op.register_fake
-def _(w, z, seed, key_mask, sampler, causal, exploration, reach, crossover):
+def _(w, z, seed, key_mask, sampler, causal, exploration, reach, crossover, alike):
     graphs, n = w.shape[0] * w.shape[1], w.shape[2]
     sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
     return (

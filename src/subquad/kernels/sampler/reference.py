@@ -52,15 +52,16 @@ def sample(
     exploration: float,
     reach: int,
     crossover: float,
+    alike: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of a `Sample`."""
-    rules = Rules(sampler, causal, exploration, reach, crossover)
+    rules = Rules(sampler, causal, exploration, reach, crossover, alike)
     (batch, heads, n, _), m = w.shape, z.shape[2]
     for side, x in (("q", w), ("k", z)):
         if not bool(x.isfinite().all()):
             raise refuse(side)
     numbers, columns = (x.repeat_interleave(heads, 0) for x in ranks(key_mask, batch, n, m, w.device))
-    instance = torch.arange(batch * heads, device=w.device)[:, None]
+    instance = torch.arange(batch * heads, device=w.device)[:, None] % (heads if alike else batch * heads)
     state = streams(seed.to(w.device), instance, numbers)  # (B·H, n): the random stream of each row
     real = torch.ones(batch, m, dtype=torch.bool, device=w.device) if key_mask is None else key_mask
     real = real.repeat_interleave(heads, 0)  # (B·H, m)

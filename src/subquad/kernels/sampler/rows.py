@@ -25,11 +25,11 @@ _ROWS = 64  # rows of a task: enough for their edges to be predictable in number
 
 
 @_kernel
-def streams(seed, ids, heads, out):
-    """The start of every row's stream, (B·H, n) uint64, from ids (B, n)."""
+def streams(seed, ids, heads, period, out):
+    """The start of every row's stream, (B·H, n) uint64, from ids (B, n); graphs t and t + period share theirs."""
     for t in numba.prange(out.shape[0]):
         for i in range(out.shape[1]):
-            out[t, i] = stream(seed, t, ids[t // heads, i])
+            out[t, i] = stream(seed, t % period, ids[t // heads, i])
 
 
 @_inline

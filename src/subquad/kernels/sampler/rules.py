@@ -21,6 +21,9 @@ class Rules:
     exploration: float = 0.0
     reach: int = -1  # -1: no edge is pinned
     crossover: float = 2.0  # rows go to the mask where the expected density is above this; 2: never, -1: always
+    alike: bool = (
+        False  # all rows of a batch have the same random numbers: what a row gives does not depend on its place
+    )
 
     def __post_init__(self) -> None:
         if self.sampler not in SAMPLERS:
