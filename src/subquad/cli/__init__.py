@@ -29,6 +29,8 @@ COMMANDS = {
     "plot": "plot",
     "gallery": "plot",
     "bench": "bench",
+    "advise": "advise",
+    "calibrate": "advise",
     "tasks": "train",
     "train": "train",
     "compare": "compare",
