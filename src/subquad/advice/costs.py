@@ -93,7 +93,7 @@ class Costs:
         return curve(size.n, size.heads, size.head_dim, size.batch) + (size.weights if quantity == "train" else 0)
 
     def bytes(self, subject: Subject, size: Size, quantity: str, layers: int = 1) -> float:
-        """All bytes of a stack of layers: weights, tokens in, what a step adds, and what waits for the backward pass."""
+        """All bytes of a stack of layers: weights, tokens, what a step adds, and what waits for the backward pass."""
         own = self._own_weights(subject, size)
         training = quantity == "train"
         whole = (

@@ -32,7 +32,9 @@ class Bounds(NamedTuple):
     high: float
 
 
-BOUNDS = {1: Bounds(0.5, 1.5), 2: Bounds(0.0, 2.0)}  # of heads and of their width, by their place in a shape
+# Of heads and of their width, by their place in a shape. Work is proportional to the heads, and less than that where
+# few heads leave cores idle.
+BOUNDS = {1: Bounds(0.5, 1.05), 2: Bounds(0.0, 2.0)}
 
 
 class Curve:
@@ -107,16 +109,16 @@ def bounded(found: Sequence[tuple[float, float]], place: int, base: float | None
     """[(size, factor)] as logarithms, with the base, each a power of the size within the bounds."""
     base, bounds = BASE[place - 1] if base is None else base, BOUNDS[place]
     result = [(float(np.log(base)), 0.0)]
-    for size, factor in found:
+    for size, factor in dict(found).items():
         ratio = float(np.log(size / base))
-        limits = sorted((bounds.low * ratio, bounds.high * ratio))
-        result.append((float(np.log(size)), float(np.clip(np.log(max(factor, 1e-12)), *limits))))
+        low, high = sorted((bounds.low * ratio, bounds.high * ratio))
+        result.append((float(np.log(size)), min(max(float(np.log(max(factor, 1e-12))), low), high)))
     return sorted(result)
 
 
 def fitted(columns: Sequence[Sequence[float]], values: np.ndarray, floor: float = 1e-12) -> np.ndarray:
-    """Coefficients ≥ 0 of the columns, (points, terms), with the least relative errors. There are few terms: all choices
-    of those that are not 0 are tried.
+    """Coefficients ≥ 0 of the columns, (points, terms), with the least relative errors. There are few terms: all
+    choices of those that are not 0 are tried.
     """
     weigh = 1 / np.maximum(values, floor)
     whole, wanted = np.array(columns) * weigh[:, None], values * weigh

@@ -1,7 +1,6 @@
 """The times of a calibration: the best of a few calls of a layer, at the lengths and sizes of `points`.
 
-A length whose step would take longer than `PATIENCE` seconds, judged by the shorter ones, is left out: the cost model
-extrapolates. Data-dependent mechanisms are measured on random tokens.
+A length whose step would take too long, judged by the shorter ones, is left out: the cost model extrapolates. Data-dependent mechanisms are measured on random tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from subquad.bench import Setting, Step, make_inputs, make_step
 from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention
 
-PATIENCE = 0.8  # seconds of a step beyond which a longer sequence is not measured
+PATIENCE = {8192: 5.0, 32768: 0.8}  # seconds of a step beyond which a sequence up to so long is not measured
 LEAST = 0.04  # seconds that the calls of one measurement take together
 SHARED = 0.5  # the same for the projections, a part of every layer
 LONG = 0.2  # seconds from which one call is enough
@@ -120,7 +119,10 @@ def tasks(subject: Subject, points: Points) -> list[tuple[str, Shape]]:
 
 
 def too_long(subject: Subject, quantity: str, shape: Shape, points: Points) -> bool:
-    return shape[1:] == BASE and estimate(points.of(subject, quantity), shape.n) > PATIENCE
+    if shape[1:] != BASE or quantity == "decode":
+        return False
+    limit = next(seconds for n, seconds in PATIENCE.items() if shape.n <= n)
+    return estimate(points.of(subject, quantity), shape.n) > limit
 
 
 def calibrate(

@@ -1,10 +1,9 @@
-"""The memory of a layer's step, each in a process of its own: caches and freed memory of one cannot hide in another.
+"""The memory of a layer's step, measured in a process that does nothing else.
 
     with Peaks() as peaks: peaks.measure(subject, shape, backward=True)    # {"peak": bytes, "kept": …, "parameters": …}
 
-Starting Python and importing torch takes longer than most steps, so one process imports everything and forks for every
-request (where the system cannot fork, it answers itself). It must not compute before it forks: the threads of a
-computation do not survive a fork.
+`subquad bench` takes a fresh process for every number; starting one takes longer than most steps. Here one process
+answers all requests: before each it forgets what earlier calls have cached, and gives freed memory back.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SMALL = 64  # tokens of a first step, which loads what is loaded once
 
 
 class Peaks:
-    """The process that forks, as a context."""
+    """The process that measures, as a context."""
 
     def __enter__(self) -> Peaks:
         self.process: subprocess.Popen[str] | None = None
@@ -43,9 +42,7 @@ class Peaks:
 
     def __exit__(self, *exc: Any) -> None:
         if self.process is not None:
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-            self.process.wait()
+            self.process.communicate()  # no more requests: it ends
 
     def measure(self, subject: Subject, shape: Shape, *, backward: bool) -> dict[str, int]:
         """`peak`: how far the step raises the memory of a process; `kept`: bytes that wait for the backward pass;
@@ -57,7 +54,9 @@ class Peaks:
         request = {"module": module, "subject": subject.key, "shape": shape, "backward": backward}
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
-        answer = json.loads(process.stdout.readline() or '{"error": "the process has ended"}')
+        answer = json.loads(
+            process.stdout.readline() or '{"error": "the process was killed, there may be too little memory"}'
+        )
         if "error" in answer:
             raise ValueError(f"memory of {subject.key} at n = {shape.n:,} could not be measured: {answer['error']}")
         return answer
@@ -138,6 +137,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         __import__(request["module"])
         subject, shape, backward = Subject.of(request["subject"]), Shape(*request["shape"]), request["backward"]
         make(subject, shape._replace(n=min(shape.n, SMALL)), backward=backward)()
+        forget()
         step = make(subject, shape, backward=backward)
         own = getattr(step.module, "attention", None)
         parameters = 0 if own is None else sum(x.nbytes for x in own.parameters())
@@ -163,23 +163,20 @@ def kept(step: Step) -> int:
     return sum(found.values())
 
 
+def forget() -> None:
+    """Empty the caches of functions, so that a step makes its plans anew, as in a fresh process."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("subquad.") and module is not None:
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
 def serve(threads: int) -> None:
-    """Answer requests, one per line, each in a forked process."""
+    """Answer requests, one per line."""
+    torch.set_num_threads(threads)
     for line in sys.stdin:
-        if hasattr(os, "fork"):
-            reader, writer = os.pipe()
-            child = os.fork()
-            if child == 0:
-                torch.set_num_threads(threads)
-                os.write(writer, json.dumps(answer(json.loads(line))).encode())
-                os._exit(0)
-            os.close(writer)
-            with os.fdopen(reader) as pipe:
-                text = pipe.read()
-            os.waitpid(child, 0)
-        else:
-            text = json.dumps(answer(json.loads(line)))
-        print(text or '{"error": "the process was killed: there is too little memory"}', flush=True)
+        print(json.dumps(answer(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

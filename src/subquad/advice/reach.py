@@ -9,12 +9,12 @@ stays, one that grows is taken to go on like a power of n, or like log n where i
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from subquad.advice.points import Subject
 from subquad.attention.registry import for_length
 from subquad.theory.hops import hops
-from subquad.theory.sets import read
+from subquad.theory.sets import plans_of, read
 
 LONGEST = 1024  # tokens whose hop sets are computed
 
@@ -39,7 +39,7 @@ def reach(subject: Subject, n: int) -> Reach | None:
         lengths.append(lengths[-1] // 4)
     if n < 2:
         return None
-    content = bool(for_length(subject.spec, 64, causal=subject.causal).data_dependent)
+    content = _by_content(for_length(subject.spec, 64, causal=subject.causal))
     try:
         found = _layers(subject, lengths[-1])
         if len(lengths) == 1 or found is None:
@@ -63,3 +63,8 @@ def continued(length: int, shorter: int, found: int, n: int) -> int:
 def _layers(subject: Subject, n: int) -> int | None:
     support = read(subject.spec, n, causal=subject.causal)
     return hops(support.cycle, support.causal).steps
+
+
+def _by_content(made: Any) -> bool:
+    """A pattern has its sets, a Combiner reaches through summaries whom it does not see directly."""
+    return bool(made.data_dependent) and not hasattr(made, "pattern") and not plans_of(made)

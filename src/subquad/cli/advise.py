@@ -1,4 +1,4 @@
-"""`subquad advise`: which attention for this length, size and machine? `subquad calibrate`: measure this machine for it."""
+"""`subquad advise`: which attention for this length, size and machine? `subquad calibrate` measures the machine."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def as_dict(advice: Advice, why: str | None) -> dict[str, Any]:
 
 def show(advice: Advice, why: str | None, *, every: bool = False) -> None:
     console = out()
-    console.print(describe(advice.wish), style="bold", soft_wrap=True)
+    console.print(describe(advice.wish), style="bold")
     for line in origin(advice, why):
-        console.print(line, style="" if advice.measured_here else "yellow", soft_wrap=True)
+        console.print(line, style="" if advice.measured_here else "yellow")
     rows = advice.rows if every else advice.fitting[:FIRST]
     reference = [row for row in advice.rows if row.spec == "full" and row not in rows]
     if advice.fitting:
@@ -128,7 +128,7 @@ def show(advice: Advice, why: str | None, *, every: bool = False) -> None:
         nearest_possible(advice, console)
     console.print()
     for line in remarks(advice, rows):
-        console.print(line, style="dim", soft_wrap=True)
+        console.print(line, style="dim")
     command = advice.command()
     if command is not None:
         console.print(f"compare the first {len(advice.best)}: {command}", style="bold", soft_wrap=True)

@@ -2,9 +2,9 @@
 
     subquad study advice --json docs/results/advice.json
 
-Ten configurations are held back: lengths between those of the calibration and beyond them, other widths, heads and batch
-sizes, both directions, forward passes and training steps. Time is the best of a few calls, memory the growth of a fresh
-process, as in `subquad bench`.
+Ten configurations are held back: lengths between those of the calibration and beyond them, other widths, heads and
+batch sizes, both directions, forward passes and training steps. Time is the best of a few calls, memory the
+growth of a fresh process, as in `subquad bench`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,13 @@ class Held:
 
     @property
     def setting(self) -> Setting:
-        sizes = {"heads": self.heads, "head_dim": self.width // self.heads, "batch": self.batch}
-        return Setting(**sizes, causal=self.causal, backward=self.train)
+        return Setting(
+            heads=self.heads,
+            head_dim=self.width // self.heads,
+            batch=self.batch,
+            causal=self.causal,
+            backward=self.train,
+        )
 
 
 HELD = (
