@@ -231,6 +231,19 @@ def peak_memory(spec: str, level: str, n: int, setting: Setting) -> int:
     return int(child.stdout)
 
 
+def growth(step: Callable[[], None], cuda: bool = False) -> int:
+    """Bytes by which this process grows during one call, at its peak."""
+    gc.collect()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        taken = torch.cuda.memory_allocated()
+        step()
+        return max(0, torch.cuda.max_memory_allocated() - taken)
+    before = memory.reset_peak()
+    step()
+    return max(0, memory.peak() - before)
+
+
 def _child() -> None:
     """The fresh process: a small step first, to load what is loaded once; then the step that counts."""
     request = json.loads(sys.stdin.read())
@@ -240,17 +253,7 @@ def _child() -> None:
     spec, level, n, setting = request["spec"], request["level"], request["n"], Setting(**request["setting"])
     small = replace(setting, batch=2 if setting.ragged else 1)
     make_step(spec, level, min(n, 64), small, make_inputs(level, min(n, 64), small))()
-    step = make_step(spec, level, n, setting, make_inputs(level, n, setting))
-    gc.collect()
-    if setting.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        taken = torch.cuda.memory_allocated()
-        step()
-        print(max(0, torch.cuda.max_memory_allocated() - taken))
-        return
-    before = memory.reset_peak()
-    step()
-    print(max(0, memory.peak() - before))
+    print(growth(make_step(spec, level, n, setting, make_inputs(level, n, setting)), setting.device == "cuda"))
 
 
 # ---- keeping results ---------------------------------------------------------------------------------------

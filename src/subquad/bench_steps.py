@@ -106,14 +106,14 @@ class Step:
     def __call__(self) -> None:
         if self.grad is None:
             with torch.no_grad():
-                self._forward()
+                self.forward()
             return
         self.module.zero_grad(set_to_none=True)
         for x in self.inputs:
             x.grad = None
-        self._forward().backward(self.grad)
+        self.forward().backward(self.grad)
 
-    def _forward(self) -> Tensor:
+    def forward(self) -> Tensor:
         if self.level == "layer":
             padded = None if self.key_mask is None else ~self.key_mask
             return self.module(*self.inputs * 3, key_padding_mask=padded, need_weights=False)[0]

@@ -30,6 +30,8 @@ COMMANDS = {
     "gallery": "plot",
     "explore": "explore",
     "bench": "bench",
+    "advise": "advise",
+    "calibrate": "advise",
     "tasks": "train",
     "train": "train",
     "compare": "compare",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ def _block(
 
 
 def _normalise(shares: np.ndarray, offsets: np.ndarray) -> None:
-    for first, last in zip(offsets[:-1], offsets[1:], strict=True):
+    for first, last in pairwise(offsets):
         total = shares[:, first:last].sum(1, keepdims=True)
         shares[:, first:last] /= np.where(total > 0, total, 1)
 

@@ -1,0 +1,431 @@
+"""The adviser: curves through measured points, the ranking, what it knows of reach and quality, and its commands."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from subquad.advice import measuring, points, quality, ranking, reach
+from subquad.advice.costs import Costs, Size, crossover, share
+from subquad.advice.curves import Curve, Scaled, along, fitted
+from subquad.advice.peaks import Peaks, measure_memory, memory_tasks
+from subquad.advice.points import ALONE, BASE, Points, Shape, Subject
+from subquad.advice.ranking import Advice, Wish
+from subquad.attention.registry import available
+from subquad.cli import app
+from subquad.core.sizes import parse_bytes, show_bytes
+from subquad.studies import advice as study
+
+HERE = {"machine": {"processor": "none", "machine": "none", "threads": 1}, "versions": {"torch": "0"}}
+WORK = {"full": 2.0, "linear": 1.0, "strided": 1.5}
+
+
+def made_up(specs=WORK) -> Points:
+    """A machine on which everything costs what the formula says: projections n·E², attention heads·width·n^e."""
+    result = Points(HERE)
+    for shape in points.shapes(ALONE):
+        for quantity, times in (("forward", 1), ("train", 3)):
+            result.add(ALONE, quantity, shape, times * 1e-11 * shape.n * shape.width**2)
+    for spec, exponent in specs.items():
+        for causal in (True, False):
+            subject = Subject(spec, causal)
+            for shape in points.shapes(subject):
+                for quantity, times in (("forward", 1), ("train", 3)):
+                    own = 1e-9 * shape.width * shape.n**exponent
+                    result.add(subject, quantity, shape, times * (1e-11 * shape.n * shape.width**2 + own))
+                tensor = 4.0 * shape.n * shape.width
+                result.add(subject, "forward bytes", shape, 5 * tensor)
+                grads = Size(shape.n, shape.width, shape.heads).weights
+                result.add(subject, "train bytes", shape, 20 * tensor + grads)
+                result.add(subject, "kept bytes", shape, 7 * tensor)
+            for n in points.DECODED:
+                result.add(subject, "decode", Shape(n, *BASE), 1e-5)
+                result.add(subject, "state bytes", Shape(n, *BASE), 8.0 * n * 256)
+    return result
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_goes_through_its_points_and_grows_as_declared():
+    law = lambda n: 0.001 + 2e-6 * n + 3e-9 * n**2  # noqa: E731
+    measured = {Shape(n, *BASE): law(n) * (1.3 if n == 512 else 1) for n in (64, 512, 2048, 8192)}
+    curve = Curve(measured, [lambda n: n, lambda n: n**2])
+    for shape, value in measured.items():
+        assert curve.at(shape.n) == pytest.approx(value)
+    assert curve.at(65536) == pytest.approx(law(65536), rel=0.1)
+    assert (curve.coefficients >= 0).all()
+
+
+def test_what_the_terms_miss_follows_the_size_of_the_tensors():
+    """Fresh memory beyond 4,096 tokens at the base width costs double; twice as wide, beyond 2,048."""
+    measured = {Shape(n, *BASE): 1e-6 * n * (2 if n > 4096 else 1) for n in (64, 512, 2048, 8192)}
+    curve = Curve(measured, [lambda n: n])
+    assert curve.at(4096, 8192) / curve.at(4096) == pytest.approx(math.sqrt(2), rel=0.01)
+
+
+def test_factors_are_those_measured_and_bounded_against_noise():
+    base = {Shape(n, *BASE): 1e-6 * n for n in (64, 512, 2048, 8192)}
+    other = {Shape(2048, 8, 64): 4e-3, Shape(2048, 4, 32): 2e-9, Shape(2048, 4, 128): 3 * 2048e-6}
+    scaled = Scaled(Curve(base, [lambda n: n]), {**base, **other}, tensors=False)
+    assert scaled(2048, 8, 64) == pytest.approx(4e-3, rel=1e-3)
+    assert scaled(2048, 4, 128) == pytest.approx(3 * 2048e-6)
+    assert scaled(2048, 4, 32) == pytest.approx(2048e-6 / 4), "less than the square of the width is noise"
+    assert scaled(2048, 4, 64, 3) == pytest.approx(3 * 2048e-6)
+
+
+def test_the_fit_has_no_negative_coefficients():
+    columns = [[1.0, n, n**2] for n in (1.0, 2.0, 4.0)]
+    found = fitted(columns, np.array([1.0, 1.4, 1.9]))  # concave: the square has no place
+    assert (found >= 0).all() and found[2] == 0 and found[1] > 0
+    assert along(8.0, [(math.log(4), 0.0)]) == pytest.approx(2), "what was not measured is linear"
+
+
+# ---- points ----------------------------------------------------------------------------------------------------------
+
+
+def test_points_survive_their_file(tmp_path):
+    path = tmp_path / "deep" / "points.json"
+    made_up().write(path)
+    again = Points.read(path)
+    assert again.about == HERE and list(again) == sorted(again.values.keys() - {ALONE})
+    subject, shape = Subject("strided", True), Shape(2048, 8, 64)
+    assert again.of(subject, "train")[shape] == pytest.approx(made_up().of(subject, "train")[shape], rel=1e-3)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 7}', '{"format": 1, "machine": {}, "versions": {}}'])
+def test_a_file_that_is_no_calibration_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"calibration\.json is not a calibration .* run `subquad calibrate`"):
+        Points.read(path)
+
+
+def test_subjects_come_from_the_registry():
+    found = points.subjects()
+    assert {subject.spec for subject in found} <= set(available()) and Subject("full", True) in found
+    assert not any(subject.spec == "pattern" for subject in found), "it needs sets of the user's"
+    assert points.subjects(["fnet"]) == [Subject("fnet", False)], "it has one direction"
+    with pytest.raises(ValueError, match="span"):
+        points.subjects(["combiner-fixed:span=0"])
+
+
+def test_the_shipped_points_give_a_cost_for_every_mechanism_they_name():
+    shipped = points.shipped()
+    costs = Costs(shipped)
+    assert {Subject("full", True), Subject("full", False)} <= set(costs.subjects)
+    for subject in costs.subjects:
+        if subject.spec not in available():
+            continue
+        for quantity in ("forward", "train"):
+            small, large = (
+                (costs.seconds(subject, size, quantity), costs.bytes(subject, size, quantity))
+                for size in (Size(1024, 256, 4), Size(20000, 768, 12, 2))
+            )
+            assert 0 < small[0] < large[0] < math.inf and 0 < small[1] < large[1] < math.inf, subject
+
+
+# ---- costs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantity, times", [("forward", 1), ("train", 3)])
+@pytest.mark.parametrize("spec", WORK)
+def test_the_model_finds_the_law_behind_the_points(spec, quantity, times):
+    costs = Costs(made_up())
+    for size in (Size(1000, 512, 8), Size(65536, 256, 4), Size(4096, 1024, 16), Size(3000, 256, 2, 4)):
+        wanted = 1e-11 * size.n * size.width**2 + 1e-9 * size.width * size.n ** WORK[spec]
+        assert costs.seconds(Subject(spec, True), size, quantity) == pytest.approx(
+            times * size.batch * wanted, rel=0.06
+        ), size
+
+
+def test_memory_counts_weights_tokens_and_what_every_layer_keeps():
+    costs, subject, size = Costs(made_up()), Subject("linear", False), Size(4096, 512, 8)
+    tensor, weights = 4 * 4096 * 512, 4 * (4 * 512**2 + 4 * 512)
+    assert costs.peak(subject, size, "forward") == pytest.approx(5 * tensor, rel=0.01)
+    assert costs.peak(subject, size, "train") == pytest.approx(20 * tensor + weights, rel=0.01)
+    assert costs.bytes(subject, size, "forward", 3) == pytest.approx(3 * weights + 6 * tensor, rel=0.01)
+    three = 22 * tensor + 2 * 7 * tensor + 3 * weights + 3 * weights
+    assert costs.bytes(subject, size, "train", 3) == pytest.approx(three, rel=0.01)
+
+
+def test_a_mechanism_is_faster_from_where_the_laws_cross():
+    costs = Costs(made_up({"full": 2.0, "strided": 1.5}))
+    cheap = made_up({"full": 2.0})
+    for shape in points.shapes(Subject("linear", True)):  # linear with a large constant: n² = 1000·n at 1,000
+        value = 1e-11 * shape.n * shape.width**2 + 1e-6 * shape.width * shape.n
+        cheap.add(Subject("linear", True), "forward", shape, value)
+    lengths = ranking.SHOWN
+    found = crossover(Costs(cheap), Subject("linear", True), Size(1, 256, 4), "forward", lengths)
+    assert found is not None and 900 < found < 1100
+    assert crossover(costs, Subject("strided", True), Size(1, 256, 4), "forward", lengths) == lengths[0]
+    assert crossover(costs, Subject("full", True), Size(1, 256, 4), "forward", lengths) is None
+
+
+def test_own_projections_are_counted_where_a_mechanism_projects_tokens():
+    assert share("linear") == 1
+    assert 0.9 < share("composite-slice") < 1.2
+
+
+def test_what_is_not_measured_says_so():
+    with pytest.raises(ValueError, match=r"star causal has not been measured .* run `subquad calibrate`"):
+        Costs(made_up()).seconds(Subject("star", True), Size(64, 256, 4), "forward")
+
+
+# ---- reach and quality -----------------------------------------------------------------------------------------------
+
+
+def test_reach_is_the_theory_at_short_lengths_and_continues_it():
+    assert reach.reach(Subject("full", True), 4096) == reach.Reach(1)
+    assert reach.reach(Subject("axial", True), 100) == reach.Reach(None), "causal, rows and columns do not meet"
+    short, long = (reach.reach(Subject("longformer", True), n) for n in (1024, 16384))
+    assert short.exact and not long.exact and long.layers == 16 * short.layers, "a window grows with the length"
+    assert reach.continued(1024, 8, 10, 16384) == 14, "a logarithm grows by as much with every step"
+    assert reach.reach(Subject("routing", True), 256).by_content and reach.reach(Subject("full", True), 1) is None
+    assert reach.Reach(None).words() == "never" and reach.Reach(256, False).words() == "≈ 256"
+
+
+def test_committed_results_are_read_and_the_nearest_task_chosen(tmp_path):
+    rows = [{"attention": "sbm:clusters=16", "metric": "accuracy", "mean": 0.5}, {"attention": "full", "mean": None}]
+    (tmp_path / "a.json").write_text(json.dumps({"task": "needle", "rows": rows}))
+    (tmp_path / "b.json").write_text(json.dumps({
+        "columns": {"copy": {"task": "copying-causal", "recipe": "small", "settings": ["length=32"],
+                             "larger_is_better": True}, "cost": {"task": "", "recipe": "small", "settings": []}},
+        "methods": {"ours": {"spec": "linear"}, "theirs": {"spec": "star"}},
+        "ours": {"ours": {"copy": {"mean": 0.25}, "cost": {"mean": 7}}},
+    }))  # fmt: skip
+    (tmp_path / "speed.json").write_text(json.dumps({"rows": [{"spec": "star"}]}))
+    scores = quality.read_scores(tmp_path)
+    assert [(score.task, score.length, score.causal, score.spec, score.mean) for score in scores] == [
+        ("needle", 2048, False, "sbm:clusters=16", 0.5),
+        ("copying-causal", 32, True, "linear", 0.25),
+    ]
+    near = quality.nearest(scores, 4096, True)
+    assert near.task == "copying-causal" and near.of("linear").mean == 0.25 and near.of("star") is None
+    near = quality.nearest(scores, 40, False)
+    assert near.task == "needle" and near.of("sbm").mean == 0.5, "the same mechanism with other options"
+    assert quality.task_for(64, True, near) == "copying-causal", "a task of this direction that needs no data"
+    assert quality.nearest([], 64, True) is None
+
+
+def test_the_results_of_this_package_are_found():
+    folder = quality.results_folder()
+    assert folder is not None and any(score.spec == "full" for score in quality.read_scores(folder))
+
+
+# ---- the ranking -----------------------------------------------------------------------------------------------------
+
+
+def asked(**changes) -> Advice:
+    wish = Wish(**{"n": 8192, "width": 512, "heads": 8, "memory": 2**33, "causal": True, **changes})
+    return ranking.advise(wish, Costs(made_up()), made_up())
+
+
+def test_fast_mechanisms_come_first_and_the_command_compares_them():
+    found = asked()
+    assert [row.spec for row in found.rows] == ["linear", "strided", "full"]
+    assert found.command() == f"subquad compare {found.task} --attention full,linear,strided"
+    assert found.rows[-1].faster_from is None and found.rows[0].state_bytes == pytest.approx(8 * 8192 * 512, rel=0.01)
+    assert "longformer" in found.unmeasured
+
+
+def test_what_does_not_reach_everyone_in_so_many_layers_comes_later():
+    assert [row.spec for row in asked(layers=2).rows] == ["linear", "full", "strided"], "strided needs three"
+
+
+def test_an_impossible_wish_gets_the_nearest_possible_ones():
+    found = asked(n=10**9, memory=2**30)
+    assert not found.fitting and found.command() is None
+    for row in found.rows:
+        assert 0 < row.longest < 10**9 and not row.fits
+        possible = asked(n=row.longest, memory=2**30)
+        assert next(each for each in possible.rows if each.spec == row.spec).fits
+    assert not asked(n=1, memory=1000).fitting and asked(n=1, memory=1000).rows[0].longest == 0
+
+
+def test_a_decode_step_is_ranked_by_its_own_cost():
+    found = asked(decode=True)
+    assert all(row.seconds == row.decode_seconds for row in found.rows)
+    assert all(row.bytes > row.state_bytes for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"n": 0}, "n must be an integer ≥ 1, not 0"),
+        ({"n": 2**60}, r"n must be at most 2\^50"),
+        ({"width": 100}, "width must be a multiple of heads=8, not 100"),
+        ({"decode": True, "train": True}, "choose one"),
+        ({"decode": True, "causal": False}, "decode needs causal"),
+    ],
+)
+def test_a_wrong_wish_names_the_argument(changes, message):
+    with pytest.raises(ValueError, match=message):
+        asked(**changes)
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_a_calibration_is_resumed_and_leaves_out_what_would_take_too_long(tmp_path, monkeypatch):
+    calls = []
+
+    def fake(subject, shape, quantity):
+        calls.append((subject, shape, quantity))
+        return 1e-9 * shape.n**2
+
+    monkeypatch.setattr(measuring, "step_seconds", fake)
+    monkeypatch.setattr(measuring, "decode", lambda subject, shape: (1e-3, 100))
+    path, found, told = tmp_path / "c.json", Points(HERE), []
+    subjects = points.subjects(["linear"], (True,))
+    assert not measuring.calibrate(found, subjects, path, minutes=-1) and not calls, "no time, nothing measured"
+    assert measuring.calibrate(found, subjects, path, tell=told.append)
+    first = len(calls)
+    assert ALONE in {call[0] for call in calls} and len(told) == measuring.steps(Points(HERE), subjects)
+    assert not any(shape.n == 32768 for _, shape, _ in calls), "that would take a second, by the shorter ones"
+    assert Points.read(path).of(subjects[0], "state bytes")
+    assert measuring.calibrate(Points.read(path), subjects, path) and len(calls) == first, "nothing is measured twice"
+
+
+def test_a_mechanism_that_fails_is_named(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(measuring, "step_seconds", fail)
+    with pytest.raises(ValueError, match=r"linear causal cannot be measured at n = 64 \(forward\): no"):
+        measuring.measure(Points(HERE), Subject("linear", True), "forward", Shape(64, *BASE))
+
+
+def test_steps_of_layers_are_really_run():
+    shape = Shape(32, 2, 8)
+    assert measuring.step_seconds(ALONE, shape, "train") > 0
+    assert measuring.step_seconds(Subject("fnet", False), shape, "forward") > 0
+    seconds, size = measuring.decode(Subject("linear", True), shape)
+    assert seconds > 0 and size > 0 and measuring.streams(Subject("linear", True))
+
+
+def test_memory_is_measured_in_a_process_of_its_own(tmp_path):
+    subject, shape = Subject("linear", False), Shape(4096, 4, 64)
+    with Peaks() as peaks:
+        forward = peaks.measure(subject, shape, backward=False)
+        train = peaks.measure(subject, shape, backward=True)
+        with pytest.raises(ValueError, match="memory of linear bidirectional at n = 0 could not be measured"):
+            peaks.measure(subject, Shape(0, 4, 64), backward=False)
+    tensor = 4 * 4096 * 256
+    assert train["peak"] > forward["peak"] > 3 * tensor and train["kept"] > 3 * tensor and forward["kept"] == 0
+    assert not memory_tasks(subject, Points(HERE), made_up()), "known already"
+    assert memory_tasks(subject, Points(HERE), Points(HERE))
+    assert measure_memory(Points(HERE), [subject], tmp_path / "m.json", made_up()) and not list(tmp_path.iterdir())
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(ranking, "shipped", made_up)
+    monkeypatch.setattr(points, "shipped", made_up)
+
+    def start(*words, columns=120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    return start
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_advise_prints_tables_that_fit_the_window(run, columns):
+    result = run("advise", "--n", 16384, "--causal", "--memory", "4GiB", "--train", columns=columns)
+    assert result.exit_code == 0, result.stderr
+    *lines, command = result.stdout.rstrip().splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "measurements on another machine" in " ".join(lines) and "--attention full,linear,strided" in command
+    assert result.stdout.index("linear ") < result.stdout.index("strided ") < result.stdout.index("full ")
+    for title in ("time", "memory", "faster from", "reaches all", "decode", "state"):
+        assert title in result.stdout
+
+
+def test_advise_of_an_impossible_wish(run):
+    result = run("advise", "--n", 10**9, "--memory", "1GiB", columns=80)
+    assert result.exit_code == 0 and "nothing fits into 1 GiB; the nearest that would:" in result.stdout
+    assert "longest with 1 GiB" in result.stdout and "compare" not in result.stdout
+
+
+def test_advise_as_json(run):
+    result = run("advise", "--n", 2048, "--causal", "--memory", "1GiB", "--json", "--attention", "strided")
+    found = json.loads(result.stdout)
+    assert [row["spec"] for row in found["rows"]] == ["strided"] and found["measured_here"] is False
+    assert found["wish"]["memory"] == 2**30 and found["rows"][0]["reach"]["layers"] == 3
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--n", "0"], "--n"),
+        (["--n", "64", "--width", "100"], "--width must be a multiple of --heads 8, not 100"),
+        (["--n", "64", "--memory", "much"], "--memory must be a size such as 4GiB or 512MiB, not 'much'"),
+        (["--n", "64", "--memory", "0"], "--memory must be a size"),
+        (["--n", "64", "--decode"], "--decode needs --causal"),
+        (["--n", "64", "--train", "--decode", "--causal"], "choose one"),
+        (["--n", "64", "--attention", "linaer"], "unknown attention 'linaer'"),
+        (["--n", "64", "--attention", "star"], "has not been measured on this machine: run `subquad calibrate star`"),
+        (["--n", str(2**51)], "n must be at most 2^50"),
+        ([], "--n"),
+    ],
+)
+def test_wrong_requests_get_one_line_that_names_the_argument(run, words, message):
+    result = run("advise", *words, columns=400)
+    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_calibration_of_this_machine_is_used_and_an_old_one_is_not(run, tmp_path, monkeypatch):
+    here = made_up({"full": 2.0, "linear": 1.0})
+    here.about = measuring.about_here()
+    here.write(tmp_path / "calibration.json")
+    result = run("advise", "--n", 4096, "--causal", "--memory", "1GiB")
+    assert "predicted from the calibration of this machine" in result.stdout and "strided" in result.stdout
+    assert "not measured yet (`subquad calibrate`): strided" in " ".join(result.stdout.split())
+    here.about = {**here.about, "versions": {"torch": "0.1"}}
+    here.write(tmp_path / "calibration.json")
+    result = run("advise", "--n", 4096, "--causal", "--memory", "1GiB")
+    assert "was measured with other versions" in " ".join(result.stdout.split())
+
+
+def test_calibrate_keeps_its_points_in_the_cache(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "step_seconds", lambda subject, shape, quantity: 1e-8 * shape.n)
+    monkeypatch.setattr(measuring, "decode", lambda subject, shape: (1e-3, 100))
+    result = run("calibrate", "linear", "--causal", "--minutes", 0)
+    assert "not finished: run the same command again to resume" in result.stdout
+    result = run("calibrate", "linear", "--causal")
+    assert result.exit_code == 0 and f"calibrated: {tmp_path / 'calibration.json'}" in result.stdout, result.stderr
+    assert list(Points.read(tmp_path / "calibration.json")) == [Subject("full", True), Subject("linear", True)]
+    assert run("calibrate", "nothing").exit_code == 2
+
+
+def test_the_study_holds_predictions_against_measurements(tmp_path, monkeypatch):
+    assert len(study.HELD) == 10 and {held.train for held in study.HELD} == {True, False}
+    assert min(held.n for held in study.HELD) == 512 and max(held.n for held in study.HELD) == 65536
+    held = (study.Held("linear", True, True, 3000, 512, 8), study.Held("full", True, False, 1000, 256, 4))
+    costs = Costs(made_up())
+    exact = {each.key: study.predict(costs, each) for each in held}
+    monkeypatch.setattr(study, "measure_seconds", lambda each: exact[each.key][0] * (1 if each.train else 2))
+    monkeypatch.setattr(study, "measure_bytes", lambda each: int(exact[each.key][1]))
+    path = tmp_path / "advice.json"
+    assert not study.run(held, path, minutes=-1) and study.run(held, path)
+    rows = study.compared(held, path, lambda causal: costs)
+    assert [round(row.time_error, 3) for row in rows] == [0, -0.5]
+    assert study.lines(rows)[-1] == "time within 25%: 1 of 2; memory within 20%: 2 of 2"
+
+
+def test_sizes_are_read_and_written():
+    assert parse_bytes("4GiB", "--memory") == parse_bytes("4 g", "--memory") == 2**32
+    assert parse_bytes("2.5MB", "x") == 2_500_000 and parse_bytes("7", "x") == 7
+    assert [show_bytes(size) for size in (7, 2**20, 1.5 * 2**30, 1023 * 2**20)] == [
+        "7 B",
+        "1 MiB",
+        "1.5 GiB",
+        "1,023 MiB",
+    ]
