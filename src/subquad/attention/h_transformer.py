@@ -170,9 +170,11 @@ def _merged(coarse: tuple[Tensor, Tensor], fine: tuple[Tensor, Tensor]) -> tuple
     """Two levels under one softmax, (G, ⌈m/2⌉, d) and (G, m, d)."""
     (a, s), (b, t) = coarse, fine
     m = b.shape[1]
-    s = s[..., None].expand(*s.shape, 2).flatten(1)[:, :m]  # (G, m)
-    a = a[:, :, None].expand(-1, -1, 2, -1).flatten(1, 2)[:, :m]
-    return torch.lerp(a, b, (t - s).sigmoid()[..., None]), torch.logaddexp(s, t)
+    if m % 2:  # the last coarse row stands for one
+        b, t = F.pad(b, (0, 0, 0, 1)), F.pad(t, (0, 1))
+    a, s, b, t = a[:, :, None], s[..., None], b.unflatten(1, (-1, 2)), t.unflatten(1, (-1, 2))  # (G, ⌈m/2⌉, 1 or 2, …)
+    out, lse = torch.lerp(a.expand_as(b), b, (t - s).sigmoid()[..., None]), torch.logaddexp(s, t)
+    return out.flatten(1, 2)[:, :m], lse.flatten(1)[:, :m]
 
 
 # ---- who is on which level ----

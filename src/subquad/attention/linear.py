@@ -50,13 +50,10 @@ class KernelAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         v = drop_keys(v, call)
-        if self.at_once or any(x.requires_grad for x in (q, k, v)) or q.shape[2] < LONG:
+        if self.at_once or q.shape[2] < LONG:
             return self._attend(q, k, v, call)
-        out = torch.empty_like(q)  # a head at a time: its features stay in the cache
-        for h in range(q.shape[1]):
-            one = slice(h, h + 1)
-            out[:, one] = self._attend(q[:, one], k[:, one], v[:, one], call)
-        return out
+        heads = (slice(h, h + 1) for h in range(q.shape[1]))  # one at a time: its features stay in the cache
+        return torch.cat([self._attend(q[:, one], k[:, one], v[:, one], call) for one in heads], 1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         a, b, scales, _ = self._features(q, k, call)

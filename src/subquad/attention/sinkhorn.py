@@ -168,9 +168,8 @@ class Sinkhorn(Attention):
             allowed = allowed & torch.ones(count, count, dtype=torch.bool, device=keys.device).tril(-1)
         logits = logits.masked_fill(~allowed, ABSENT)
         for _ in range(self.options.iterations):
-            columns = logits.logcumsumexp(2) if self.options.causal else logits.logsumexp(2, keepdim=True)
-            logits = (logits - columns).masked_fill(~allowed, ABSENT)
-            logits = (logits - logits.logsumexp(3, keepdim=True)).masked_fill(~allowed, ABSENT)
+            logits = logits - logits.logcumsumexp(2) if self.options.causal else logits.log_softmax(2)
+            logits = logits.masked_fill(~allowed, ABSENT).log_softmax(3).masked_fill(~allowed, ABSENT)
         return logits.exp()
 
     # ---- the definition ----
