@@ -181,7 +181,8 @@ def _mechanism(spec: str, level: str, n: int, setting: Setting, chunk: int) -> _
             state = run()
             prefill[f"{name}_seconds"] = min(prefill.get(f"{name}_seconds", float("inf")), time.perf_counter() - begun)
             prefill[f"{name}_memory"] = memory.peak() - before
-    current, last = [state], tuple(x.narrow(dim, n, 1) for x in inputs)
+    current: list[Any] = [state]
+    last = tuple(x.narrow(dim, n, 1) for x in inputs)
 
     def step() -> Tensor:
         if int(current[0].length[0]) >= n + ROOM:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from subquad.attention.base import Attention
 from subquad.attention.registry import for_length
 from subquad.layers import MultiheadAttention
 
@@ -212,7 +213,7 @@ def _layer_step(spec: str, n: int, setting: Setting, data: tuple[list[Tensor], T
     return Step(spec, "layer", layer.to(**setting.place).train(setting.backward), *data)
 
 
-def _chosen(spec: str, n: int, setting: Setting) -> nn.Module:
+def _chosen(spec: str, n: int, setting: Setting) -> Attention:
     return for_length(spec, n, causal=setting.causal, **options(setting))
 
 

@@ -1,6 +1,7 @@
 """The times of a calibration: the best of a few calls of a layer, at the lengths and sizes of `points`.
 
-A length whose step would take too long, judged by the shorter ones, is left out: the cost model extrapolates. Data-dependent mechanisms are measured on random tokens.
+A length whose step would take too long, judged by the shorter ones, is left out: the cost model extrapolates.
+Data-dependent mechanisms are measured on random tokens.
 """
 
 from __future__ import annotations

@@ -116,9 +116,9 @@ class Sinkhorn(Attention):
             both = torch.cat((own, exist.flatten(2)), 2).flatten(0, 1)  # (G, n + N·s)
             bias = torch.zeros_like(both, dtype=q.dtype).masked_fill_(~both, -torch.inf)
         pairs = ((k, keys.flatten(2, 3)), (v, values.flatten(2, 3)))
-        sources = ([x.flatten(0, 1) for x in pair] for pair in pairs)  # (G, n, d) and (G, N·s, d)
+        sources = [[x.flatten(0, 1) for x in pair] for pair in pairs]  # (G, n, d) and (G, N·s, d)
         runs = _runs(n, size, self.options.causal, q.device)
-        out, _ = attend_runs(q.flatten(0, 1), *sources, runs, self.options.softmax_scale, bias)
+        out, _ = attend_runs(q.flatten(0, 1), sources[0], sources[1], runs, self.options.softmax_scale, bias)
         return out.unflatten(0, q.shape[:2])
 
     def _dropping(self, q: Tensor, blocks: _Blocks, call: Call) -> Tensor:

@@ -158,6 +158,7 @@ def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: _F
 def _asked_rows(c: int, tokens: Tokens, features, find: _Finder) -> Source:
     """Rows that the token in the own column asks: local queries stand where their tokens do."""
     (fq, fk), exists, n = features, tokens.call.exists, tokens.q.shape[2]
+    alive: Tensor | None
     if is_symbolic(n):
         query, alive = _asked_for_any_length(fq, exists, c)
     else:

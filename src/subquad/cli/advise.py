@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from subquad.attention.registry import check_name
-from subquad.cli.bench import against, seconds
+from subquad.cli.bench_table import against, seconds
 from subquad.core.console import err, out
 from subquad.core.options import split_list
 from subquad.core.sizes import parse_bytes, physical_memory, show_bytes

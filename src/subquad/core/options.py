@@ -63,7 +63,7 @@ class Field:
 
 def fields(options: type[Checked]) -> list[Field]:
     """The fields with their types resolved, in order of declaration."""
-    return list(_fields(options))
+    return list(_fields(options))  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
 
 
 @lru_cache(maxsize=256)  # resolving types takes milliseconds, and every mechanism that is made asks

@@ -84,11 +84,12 @@ def keep(weights: np.ndarray, groups: Groups, tell: Callable[[str], Any] = lambd
         block = weights[:, rows.start : rows.stop].astype(np.float32)  # (H, r, n)
         received += block.sum(1)
         parts.append(_block(block, rows, groups, shares, offsets))
-    joined = [np.concatenate(part, 1) for part in zip(*parts, strict=True)]
+    index, weight, entropy, distance, mass, degree = (np.concatenate(part, 1) for part in zip(*parts, strict=True))
     if shares is not None:
         _normalise(shares, offsets)
+    inside = [None] * heads if shares is None else list(shares)
     return [
-        Head(*(part[h] for part in joined[:5]), received[h], joined[5][h], None if shares is None else shares[h])
+        Head(index[h], weight[h], entropy[h], distance[h], mass[h], received[h], degree[h], inside[h])
         for h in range(heads)
     ]
 

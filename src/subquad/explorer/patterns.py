@@ -93,7 +93,7 @@ def sets_of(attention: Attention, n: int, blob: Blob) -> dict[str, Any]:
         "panels": [[heads, blob.add(pack_cells(picture.numpy()))] for heads, picture in shown],
         "everyone": all(tally(picture) == (pairs, 0) for _, picture in shown),
     }
-    seen = np.stack([picture.numpy() > 0 for _, picture in shown]).any(0)  # (n, n)
+    seen = np.any([picture.numpy() > 0 for _, picture in shown], axis=0)  # (n, n)
     cycle = families(attention, n, seen)
     found["families"] = [blob.add(pack_bits(family.mask().numpy())) for family in cycle]
     grown = hops(cycle, attention.options.causal)

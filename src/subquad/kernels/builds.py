@@ -78,7 +78,7 @@ def _edges(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
     """Lists without a key mask and without dropout; the backward with the straight-through gradient of SBM."""
     from subquad.kernels.edges import gpu, rows
 
-    function, outputs, numbers, constants = {
+    kernels: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         "edges forward": (rows.attention_rows, ("Out",), ("n", "m", "heads", "group", "graphs", "share"), {}),
         "edges backward": (
             rows.gradient_rows,
@@ -87,7 +87,8 @@ def _edges(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
             {"MODE": gpu.MODES["pre"]},
         ),
         "edges sums": (rows.sum_rows, (), ("n", "m", "edges", "spread", "gather", "graphs", "share"), {"MOVED": True}),
-    }[name]
+    }
+    function, outputs, numbers, constants = kernels[name]
     whole = dict.fromkeys(numbers, "i32")
     sizes = {**gpu.widths(width), **constants}
     if name == "edges sums":

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numba
 import numpy as np
@@ -19,12 +20,9 @@ import torch
 from numba.extending import overload
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # without nnan and ninf: -inf and NaN keep their meaning
-inline = numba.njit(
-    fastmath=FAST, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
-)  # type: ignore[call-overload]
-called = numba.njit(
-    fastmath=FAST, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
-)  # long functions that kernels use often: compiled once
+_INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # only kernels call them
+inline = numba.njit(fastmath=FAST, error_model="numpy", forceinline=True, **_INSIDE)
+called = numba.njit(fastmath=FAST, error_model="numpy", **_INSIDE)  # long functions, used often: compiled once
 kernel = numba.njit(fastmath=FAST, error_model="numpy", parallel=True, cache=True)
 
 _one_at_a_time = threading.RLock()

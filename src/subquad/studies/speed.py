@@ -68,9 +68,9 @@ def pieces(names: Sequence[str], lengths: Sequence[int]) -> Iterator[Piece]:
         yield from (Piece(group, max(lengths), causal, True, True) for group in groups)
     for spec in (name for name in USED if name in names):
         wanted = [(n, False, backward, RAGGED) for n in (1024, 4096) for backward in (False, True)]
-        for n, *way, use in [*wanted, (4096, False, True, DROPOUT), (8192, True, True, MODEL)]:
+        for n, causal, backward, use in [*wanted, (4096, False, True, DROPOUT), (8192, True, True, MODEL)]:
             if n in lengths:
-                yield Piece((spec,), n, *way, False, use)
+                yield Piece((spec,), n, causal, backward, False, use)
 
 
 def _can(name: str, causal: bool) -> bool:

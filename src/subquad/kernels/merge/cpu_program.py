@@ -89,8 +89,9 @@ def together(programs: Sequence[Program]) -> tuple[Program, list[list[range]]]:
         [range(r.start + a, r.stop + a) for r in p.phases] for p, a in zip(programs, starts["bands"], strict=False)
     ]
     masked = [(number + int(starts["parts"][at]), part) for at, p in enumerate(programs) for number, part in p.masked]
-    tables = [np.concatenate(x) for x in (parts, [p.drawn for p in programs], bands, pieces)]
-    return Program(*tables, (), tuple(masked)), moved
+    drawn = np.concatenate([p.drawn for p in programs])
+    joined = Program(np.concatenate(parts), drawn, np.concatenate(bands), np.concatenate(pieces), (), tuple(masked))
+    return joined, moved
 
 
 def _is_selves(part: Part) -> bool:

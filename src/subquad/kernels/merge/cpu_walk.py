@@ -53,7 +53,7 @@ def backward(chosen: Rows, grad, q: Tensor, keys, values, out, lse, valid, scale
         tables = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
         ends = (*(_matrix(x) for x in (q, out, grad, dq)), lse.reshape(-1, q.shape[2]).numpy())
         for tasks in work.groups_of(least, shares):
-            tiles.backward(*_type(q), threads, tasks, *tables, *ends, *_numbers(q, scale, seed, dropout), clear)
+            tiles.backward(*_type(q), threads, tasks, *tables, *ends, *_numbers(q, scale, seed, dropout), clear)  # type: ignore[call-arg]
     if shares > 1:
         dkv = [[x.unflatten(0, (-1, shares)).sum(1) for x in pair] for pair in dkv]
     return [dq, *(pair[0] for pair in dkv), *(pair[1] for pair in dkv)]

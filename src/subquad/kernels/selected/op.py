@@ -149,14 +149,14 @@ def selected_backward(
         cpu.backward(x, [y], [z], _bias(key_mask, q), (asks, None), tables, scale, *about, [a, b, c])
         return dq, dk, dv
     flat = [t.flatten(0, 1)[None] for t in (grad, q, k, v, out, lse)]  # (1, G, n, d) and (1, G, n)
-    for g, rows, keys, mask in _visits(chosen, key_mask, block):
+    for at, rows, keys, mask in _visits(chosen, key_mask, block):
         mask = None if mask is None else mask.to(q.dtype)
-        dout, x, o, s = (flat[i][:, g : g + 1, rows] for i in (0, 1, 4, 5))
-        y, z = (flat[i][:, g : g + 1, keys] for i in (2, 3))
+        dout, x, o, s = (flat[i][:, at : at + 1, rows] for i in (0, 1, 4, 5))
+        y, z = (flat[i][:, at : at + 1, keys] for i in (2, 3))
         changes = _flash_backward(dout, x, y, z, o, s, 0.0, False, attn_mask=mask, scale=scale)
-        a[g, rows] += changes[0][0, 0]
-        b[g, keys] += changes[1][0, 0]
-        c[g, keys] += changes[2][0, 0]
+        a[at, rows] += changes[0][0, 0]
+        b[at, keys] += changes[1][0, 0]
+        c[at, keys] += changes[2][0, 0]
     return dq, dk, dv
 
 
