@@ -273,12 +273,12 @@ def test_the_study_of_a_conversion(folders, monkeypatch):
 def test_the_share_of_the_gap_that_is_closed():
     from subquad.studies import conversion_tables as shown
 
-    rows = [("full", 3.0), (shown.ALONE, 3.2), ("a:b", 3.05), ("worse", 3.3)]
-    rows = [{"attention": name, "text": "book", "beyond": x, "loss": x} for name, x in rows]
+    rows = [("full", 3.0), (shown.ALONE, 3.2), ("a:b=1", 3.05), ("worse", 3.3)]
+    rows = [{"attention": name, "text": "book", "beyond": x, "loss": x, "by position": [2.9]} for name, x in rows]
     found = {(row["attention"], "book"): row for row in rows}
-    assert [round(shown.closed(found, name, "book"), 9) for name in ("a:b", "worse")] == [0.75, -0.5]
+    assert [round(shown.closed(found, name, "book"), 9) for name in ("a:b=1", "worse")] == [0.75, -0.5]
     table = shown.losses({"losses": rows})
-    assert "| `a:b` | +0.050 | +0.050 | 75% |" in table and "| full | 3.000 | +0.000 |  |" in table
+    assert "| `a:b=1` | +0.050 | +0.050 | +0.000 | 75% |" in table and "| full | 3.000 | +0.000 | +0.000 |  |" in table
 
 
 def test_measured_beside_the_original(converted):
