@@ -15,7 +15,7 @@ from subquad.cli import app
 from subquad.core.options import split_spec
 from subquad.reproductions import REPRODUCTIONS, find, measures, pages, runner, verdict
 from subquad.reproductions.declare import Claim, Column, Method, Reproduction
-from subquad.reproductions.runner import Plan, absent, limited
+from subquad.reproductions.runner import Plan, absent, limited, summary
 from subquad.tasks import task as make_task
 from subquad.training import compare as comparing
 from subquad.training.run import Run, check_specs, train
@@ -297,6 +297,16 @@ def test_bad_input_is_one_clear_line(line, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["reproduce", *line.split()])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and message in result.stderr
+
+
+def test_a_part_of_a_table_says_so(tmp_path):
+    whole = find("combiner-figure-3")
+    part = limited(whole, ("Transformer",), ("time, 1024", "memory, 1024"))
+    result = summary(Plan(part, tmp_path), {})
+    assert result["notes"][0].startswith("7 of 8 methods were left out: Performer; BigBird")
+    assert result["notes"][1].startswith("8 of 10 columns were left out: time, 2048")
+    assert pages.standing(whole, {whole.key: result}).startswith("In part: ")
+    assert summary(Plan(whole, tmp_path), {})["notes"] == []
 
 
 def test_the_pages_are_those_of_the_results(tmp_path):

@@ -71,7 +71,9 @@ def standing(each: Reproduction, results: dict[str, dict[str, Any]]) -> str:
     if each.too_big:
         return f"not at this size: {each.too_big}; `--recipe paper`"
     found = results.get(each.key)
-    return "not run yet" if found is None else found["sentence"]
+    if found is None:
+        return "not run yet"
+    return f"{'In part: ' * any('left out' in note for note in found['notes'])}{found['sentence']}"
 
 
 def section(result: dict[str, Any]) -> str:

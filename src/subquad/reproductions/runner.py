@@ -17,7 +17,7 @@ from typing import Any
 
 from subquad.attention.registry import check_name
 from subquad.core.files import write_atomically
-from subquad.reproductions import verdict
+from subquad.reproductions import REPRODUCTIONS, verdict
 from subquad.reproductions.declare import Column, Method, Reproduction
 from subquad.reproductions.measures import Ask
 from subquad.training import log
@@ -77,6 +77,21 @@ def limited(reproduction: Reproduction, methods: Sequence[str], columns: Sequenc
         numbers={name: [row[i] for i in places] for name, row in reproduction.numbers.items()},
         spreads={name: [row[i] for i in places] for name, row in reproduction.spreads.items()},
     )
+
+
+def left_out(reproduction: Reproduction) -> list[str]:
+    """What the table has and this part of it has not, in words."""
+    whole = REPRODUCTIONS.get(reproduction.key, reproduction)
+    notes = []
+    for kind, here, there in (
+        ("methods", reproduction.methods, whole.methods),
+        ("columns", reproduction.columns, whole.columns),
+    ):
+        names = {each.name for each in here}
+        gone = [each.name for each in there if each.name not in names]
+        if gone:
+            notes.append(f"{len(gone)} of {len(there)} {kind} were left out: {'; '.join(gone)}")
+    return notes
 
 
 def known_methods(reproduction: Reproduction) -> list[Method]:
@@ -233,7 +248,7 @@ def summary(plan: Plan, cells: dict[str, dict[str, Any]], notes: Sequence[str] =
             for each in judgements
         ],
         "pairs": dict(verdict.pairs(reproduction, cells)),
-        "verdict": word, "sentence": sentence, "notes": list(notes),
+        "verdict": word, "sentence": sentence, "notes": [*left_out(reproduction), *notes],
     }  # fmt: skip
 
 
