@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import subquad
-from subquad import peers
+from subquad import peer_modules, peers
 from subquad.bench import Setting
 from subquad.layers import MultiheadAttention
 
@@ -260,7 +260,7 @@ def deepseek_pair(kind: str):
     rates = {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4}
     about = {"sliding_window": 6, "compress_rates": rates, "index_topk": 5, "index_head_dim": 4, "index_n_heads": 8}
     torch.manual_seed(1)
-    theirs = peers.DeepSeek(kind, 64, Setting(heads=2, head_dim=8), partial_rotary_factor=0.25, **about)
+    theirs = peer_modules.DeepSeek(kind, 64, Setting(heads=2, head_dim=8), partial_rotary_factor=0.25, **about)
     a = theirs.inner
     for name, p in theirs.inner.named_parameters():
         if p.dim() > 1 and "bias" not in name:
@@ -330,7 +330,7 @@ def test_rows_of_peers_hold_both_times_and_the_crossover(monkeypatch):
 def test_unknown_and_missing_peers_are_named(monkeypatch):
     with pytest.raises(ValueError, match=r"no peer is called 'nobody'; the peers are linear, "):
         list(peers.measure_peers(["nobody"], Setting()))
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(peer_modules.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="performer needs the package performer-pytorch"):
         list(peers.measure_peers(["performer"], Setting()))
 
