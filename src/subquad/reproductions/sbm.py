@@ -95,8 +95,8 @@ TABLE_3 = Reproduction(
     differs="the attention alone (2 heads × 32, one example), not the model around it; SBM at the densities of the "
     "paper's models (λ = 0.1: 1.15, 10.62, 2.49, 1.33 and 2.61 %), set by its parameters; memory is the growth of a "
     "process on a CPU. Full attention is softmax(qkᵀ)v with the weights in memory, as it was then; torch's own of "
-    "today stores none. Ours has 2nk² operations more than Algorithm 1 (see table 5), half of the count at k = 128. Where "
-    "many pairs are edges (Text) ours runs dense under a mask, which is faster on a CPU and counts every pair",
+    "today stores none. Ours has 2nk² operations more than Algorithm 1 (see table 5), half of the count at k = 128. "
+    "Where many pairs are edges (Text) ours runs dense under a mask, which is faster on a CPU and counts every pair",
 )  # fmt: skip
 
 TABLE_4 = Reproduction(
