@@ -25,7 +25,7 @@ def losses(result: Result) -> str:
         cells = [_above(one, full) for one, full in own]
         shares = [closed(found, name, book) for book in books]
         known = [share for share in shares if share is not None]
-        both = [pair for pair in own if pair[0] is not None]
+        both = [(one, full) for one, full in own if one is not None]
         cells.append(f"{mean(one['loss'] - full['loss'] for one, full in both):+.3f}")
         cells.append(f"{mean(one['by position'][0] - full['by position'][0] for one, full in both):+.3f}")
         lines.append([f"`{name}`" if "=" in name else name, *cells])
