@@ -109,6 +109,7 @@ class Job:
     warps: int
     stages: int
     tile: str
+    options: dict[str, int]
 
 
 def jobs(dtypes: list[str], widths: list[int]) -> Iterator[Job]:
@@ -136,7 +137,7 @@ def build(job: Job, target: str) -> Build:
     signature = {**job.signature, **dict.fromkeys(job.constants, "constexpr")}
     attributes = dict(_divisible(list(job.signature.values())))
     source = ASTSource(fn=job.function, signature=signature, constexprs=job.constants, attrs=attributes)
-    options = {"num_warps": job.warps, "num_stages": job.stages}
+    options = {"num_warps": job.warps, "num_stages": job.stages, **({} if device.backend == "hip" else job.options)}
     built: Any = triton.compile(source, target=device, options=options)
     shared = int(built.metadata.shared)
     registers, stack, code = _amd(built.asm["amdgcn"]) if "amdgcn" in built.asm else _nvidia(built.asm["cubin"])
