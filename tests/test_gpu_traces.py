@@ -114,3 +114,24 @@ def test_a_model_stays_on_the_device(head):
 @pytest.mark.parametrize("head", sorted(HEADS))
 def test_the_backward_pass_of_a_model_stays_on_the_device(head, no_autocast):
     trace_backward(make_model(head), lambda model: logits_of(model, head, "meta"))
+
+
+@pytest.mark.parametrize("name", ["combiner-fixed", "composite-slice", "strided", "random", "linear"])
+def test_a_compiled_layer_is_one_graph(name, no_autocast):
+    """fullgraph=True raises where a second graph would begin; the operators of the graph are ours."""
+    about = {"causal": True, "max_length": 128, "batch_first": True, **mechanism(name).examples[0]}
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    layer = on_fake_gpu(subquad.MultiheadAttention(WIDTH, 4, attention=name, **about), "meta")
+    x = torch.empty(2, N, WIDTH, device="meta")
+    try:
+        with torch.no_grad():
+            out, _ = torch.compile(layer, fullgraph=True, backend=backend)(x, x, x, need_weights=False)
+    finally:
+        torch.compiler.reset()
+    assert len(graphs) == 1 and (out.shape, out.device) == (x.shape, x.device)
+    assert any("subquad" in str(node.target) for node in graphs[0].graph.nodes)
