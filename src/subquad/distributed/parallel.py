@@ -209,7 +209,8 @@ class _Hooks:
         if model.training and any(_draws(part) for part in model.modules()):
             torch.manual_seed(layout.seed)  # all processes now draw the same seeds, and drop by position
         if given.get("position_ids") is None and "position_ids" in names:
-            given["position_ids"] = layout.positions(main.device)
+            own = _closes_gaps(model)  # ours count real tokens, those of transformers count slots
+            given["position_ids"] = layout.positions(main.device) if own else layout.places(main.device)[None]
         per_token = self._labels(model, given, layout, main)
         closing = Closing.of(layout) if _closes_gaps(model) else None
         if closing is not None:
