@@ -92,6 +92,15 @@ def test_other_lengths_and_numbers(two):
     two.run(compare, "full", True, 3, "none", "float64", 0.0, 2, 2, "zigzag")
 
 
+def test_summaries_that_find_their_keys(two):
+    """The key of a span is what its query finds, in the keys of two heads that ask together or alone."""
+    for more in ("attended", "residual-attended", "attended,shared_heads=2"):
+        for causal in (True, False):
+            spec = f"combiner-window:span=4,window=6,sinks=3,abstraction={more}"
+            two.run(compare, spec, causal, 31, "none", "float64", 0.0, 4, 2)
+            two.run(compare, spec, causal, 23, "left", "float64", 0.0, 4, 4)
+
+
 def test_models_on_two_processes(two):
     rotary, learned = {"positions": "rotary"}, {"positions": "learned"}
     two.run(compare_model, "causal-lm", "combiner-fixed:span=4", 23, "right", rotary)
