@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -294,7 +294,7 @@ def _check_packed(given: Mapping[str, Any], layout: Layout) -> None:
 
 def _mapped(output: Any, change: Any) -> Any:
     """The tensors of a model's output, one by one."""
-    if isinstance(output, Mapping):
+    if isinstance(output, MutableMapping):
         for key in list(output):
             output[key] = change(output[key])
         return output
