@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class Moves(TorchDispatchMode):
-    """Records the operators that take tensors of the GPU and give tensors of the CPU."""
+    """Records the operators that take tensors of the device and give tensors of the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
         super().__init__()
+        self.device = device
         self.operators: list[str] = []
         self.found: list[str] = []
 
@@ -32,7 +33,7 @@ class Moves(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.operators.append(str(func))
         inside, outside = ([x for x in tree_leaves(y) if isinstance(x, Tensor)] for y in ((args, kwargs), out))
-        if any(x.device.type == "cuda" for x in inside) and any(x.device.type == "cpu" for x in outside):
+        if any(x.device.type == self.device for x in inside) and any(x.device.type == "cpu" for x in outside):
             self.found.append(str(func))
         return out
 
@@ -117,13 +118,21 @@ def fake_gpu() -> Iterator[Moves]:
         yield moves
 
 
-def on_fake_gpu(module: nn.Module) -> nn.Module:
-    """The module with parameters and buffers of the device that is not there; `Module.to` would ask the driver."""
+@contextmanager
+def fake_device() -> Iterator[Moves]:
+    """The same on the device "meta", on which autograd runs without a driver: for backward passes."""
+    moves = Moves("meta")
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), moves:
+        yield moves
+
+
+def on_fake_gpu(module: nn.Module, device: str = "cuda") -> nn.Module:
+    """The module with parameters and buffers of a device that is not there; `Module.to` would ask the driver."""
     for part in module.modules():
         for name, p in part._parameters.items():
             if p is not None:
-                part._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cuda"))
+                part._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device))
         for name, b in part._buffers.items():
             if b is not None:
-                part._buffers[name] = torch.empty(b.shape, dtype=b.dtype, device="cuda")
+                part._buffers[name] = torch.empty(b.shape, dtype=b.dtype, device=device)
     return module

@@ -150,6 +150,27 @@ def test_outputs_come_back_to_their_slots(two):
     two.run(hidden_states, "masked-lm")
 
 
+def compare_converted(group: Group, mask: str) -> None:
+    """A model of transformers: its positions are the slots of the batch, padded or not."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "intermediate_size": 24, "max_position_embeddings": 64}  # fmt: skip
+    model = subquad.hf.convert(LlamaForCausalLM(LlamaConfig(**sizes)).double(), "combiner-fixed:span=4")
+    batch, divided = make_batch("causal-lm", 23, mask), sequence_parallel(copy.deepcopy(model), group)
+    expected, found = model(**batch), divided(**shard(batch, group))
+    real = subquad.distributed.Layout(group, 23).take(batch["attention_mask"].bool()[..., None])
+    close(found.loss, expected.loss, f"{mask}: loss", 1e-6)  # computed in float32
+    logits = subquad.distributed.Layout(group, 23).take(expected.logits)
+    close(found.logits * real, logits * real, f"{mask}: logits")
+
+
+def test_converted_models_on_two_processes(two):
+    for mask in ("right", "left", "interior"):
+        two.run(compare_converted, mask)
+
+
 def refuse_packed(group: Group) -> None:
     model = sequence_parallel(make_model("causal-lm", "full"), group)
     ids = torch.zeros(1, 10, dtype=torch.long)

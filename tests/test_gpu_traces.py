@@ -1,16 +1,20 @@
 """Every mechanism and every model on a GPU that is not there: shapes, dtypes, devices, and nothing moves to the CPU.
 
-Reading a value of a tensor without contents raises, so a trace that ends has never waited for the device. Backward
-passes are traced operator by operator (`test_gpu_merge`): without CUDA autograd has no thread for such a device.
+Reading a value of a tensor without contents raises, so a trace that ends has never waited for the device. Without CUDA
+autograd cannot record tensors of device "cuda", so backward passes of whole layers and models are traced on "meta",
+which is not the CPU either; the operators themselves are traced backward on "cuda" (`test_gpu_merge`).
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch import Tensor
 
 import subquad
-from fake_gpu import fake_gpu, on_fake_gpu
+from fake_gpu import fake_device, fake_gpu, on_fake_gpu
 from subquad.attention.registry import mechanism
 from subquad.kernels import devices
 from subquad.models import HEADS, SubquadConfig
@@ -44,6 +48,39 @@ def test_a_mechanism_stays_on_the_device(name):
     trace(name, directions(name)[0], mechanism(name).examples[0])
 
 
+def trace_backward(module, make_output) -> None:
+    """Gradients of all parameters: their shapes, dtypes and devices, and nothing moves to the CPU."""
+    with fake_device() as moves:
+        out = make_output(on_fake_gpu(module, "meta"))
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(out, parameters, torch.empty_like(out), allow_unused=True)
+        found = [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
+        assert found, "no parameter has a gradient"
+        for p, g in found:
+            assert (g.shape, g.dtype, g.device) == (p.shape, p.dtype, p.device)
+        assert not moves.found, f"{moves.found} move to the CPU"
+
+
+@pytest.fixture
+def no_autocast(monkeypatch):
+    """torch.autocast has no dtype for "meta"; where a mechanism switches it off, nothing is to be done."""
+    original = torch.autocast
+    monkeypatch.setattr(
+        torch, "autocast", lambda kind, *a, **k: nullcontext() if kind == "meta" else original(kind, *a, **k)
+    )
+
+
+@pytest.mark.parametrize("name", subquad.available())
+def test_the_backward_pass_of_a_mechanism_stays_on_the_device(name, no_autocast):
+    about = {"causal": directions(name)[0], "max_length": 128, "batch_first": True, **mechanism(name).examples[0]}
+
+    def output(layer):
+        x = torch.empty(2, N, WIDTH, device="meta", requires_grad=True)
+        return layer(x, x, x, need_weights=False)[0]
+
+    trace_backward(subquad.MultiheadAttention(WIDTH, 4, attention=name, **about), output)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", subquad.available())
 def test_a_mechanism_stays_on_the_device_with_every_example(name):
@@ -52,16 +89,49 @@ def test_a_mechanism_stays_on_the_device_with_every_example(name):
             trace(name, causal, options)
 
 
-@pytest.mark.parametrize("head", sorted(HEADS))
-def test_a_model_stays_on_the_device(head):
+def make_model(head: str):
     config = SubquadConfig(
         vocab_size=50, hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=128,
         attention="combiner-fixed:span=8", pad_token_id=0, decoder_start_token_id=1,
     )  # fmt: skip
-    model = HEADS[head](config).eval()  # the statistics of a batch norm would ask the driver
+    return HEADS[head](config).eval()  # the statistics of a batch norm would ask the driver
+
+
+def logits_of(model, head: str, device: str) -> Tensor:
+    ids = torch.zeros(2, N, dtype=torch.long, device=device)
+    more = {"seq2seq": {"decoder_input_ids": ids}, "pair": {"pair_ids": ids}}.get(head, {})
+    return model(ids, **more).logits
+
+
+@pytest.mark.parametrize("head", sorted(HEADS))
+def test_a_model_stays_on_the_device(head):
     with fake_gpu() as moves, torch.no_grad():
-        ids = torch.zeros(2, N, dtype=torch.long, device="cuda")
-        more = {"seq2seq": {"decoder_input_ids": ids}, "pair": {"pair_ids": ids}}.get(head, {})
-        logits = on_fake_gpu(model)(ids, **more).logits
+        logits = logits_of(on_fake_gpu(make_model(head)), head, "cuda")
         assert logits.device.type == "cuda" and logits.shape[0] == 2
         assert not moves.found, f"{moves.found} move to the CPU"
+
+
+@pytest.mark.parametrize("head", sorted(HEADS))
+def test_the_backward_pass_of_a_model_stays_on_the_device(head, no_autocast):
+    trace_backward(make_model(head), lambda model: logits_of(model, head, "meta"))
+
+
+@pytest.mark.parametrize("name", ["combiner-fixed", "composite-slice", "strided", "random", "linear"])
+def test_a_compiled_layer_is_one_graph(name, no_autocast):
+    """fullgraph=True raises where a second graph would begin; the operators of the graph are ours."""
+    about = {"causal": True, "max_length": 128, "batch_first": True, **mechanism(name).examples[0]}
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    layer = on_fake_gpu(subquad.MultiheadAttention(WIDTH, 4, attention=name, **about), "meta")
+    x = torch.empty(2, N, WIDTH, device="meta")
+    try:
+        with torch.no_grad():
+            out, _ = torch.compile(layer, fullgraph=True, backend=backend)(x, x, x, need_weights=False)
+    finally:
+        torch.compiler.reset()
+    assert len(graphs) == 1 and (out.shape, out.device) == (x.shape, x.device)
+    assert any("subquad" in str(node.target) for node in graphs[0].graph.nodes)

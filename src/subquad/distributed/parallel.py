@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -209,7 +209,8 @@ class _Hooks:
         if model.training and any(_draws(part) for part in model.modules()):
             torch.manual_seed(layout.seed)  # all processes now draw the same seeds, and drop by position
         if given.get("position_ids") is None and "position_ids" in names:
-            given["position_ids"] = layout.positions(main.device)
+            own = _closes_gaps(model)  # ours count real tokens, those of transformers count slots
+            given["position_ids"] = layout.positions(main.device) if own else layout.places(main.device)[None]
         per_token = self._labels(model, given, layout, main)
         closing = Closing.of(layout) if _closes_gaps(model) else None
         if closing is not None:
@@ -293,7 +294,7 @@ def _check_packed(given: Mapping[str, Any], layout: Layout) -> None:
 
 def _mapped(output: Any, change: Any) -> Any:
     """The tensors of a model's output, one by one."""
-    if isinstance(output, Mapping):
+    if isinstance(output, MutableMapping):
         for key in list(output):
             output[key] = change(output[key])
         return output

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from subquad.kernels import devices
+
 
 class Made(NamedTuple):
     function: Any
@@ -16,6 +18,7 @@ class Made(NamedTuple):
     warps: int
     stages: int
     tile: str
+    options: dict[str, int]  # what a launch tells the compiler beside
 
 
 class Entry(NamedTuple):
@@ -71,7 +74,9 @@ def _merge(kernel: str, kind: str, width: int, dtype: torch.dtype) -> Made:
         given |= {"Dk": pointer, "Dv": pointer, "source": source}
         numbers = {"heads": "i32", "rows": "i32", "keys": "i32", **dict(list(numbers.items())[2:]), "before": "i32"}
     signature = {**given, **tables, "seed": "*i64", **strides, **numbers}
-    return Made(function, signature, constants, shape.warps, shape.stages, f"{shape.queries}×{shape.keys}")
+    return Made(
+        function, signature, constants, *shape[2:], f"{shape.queries}×{shape.keys}", devices.launch_options(dtype)
+    )
 
 
 def _edges(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
@@ -93,11 +98,12 @@ def _edges(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
     sizes = {**gpu.widths(width), **constants}
     if name == "edges sums":
         given = {x: f"*{kind}" for x in ("W", "X", "Out")} | {"indptr": "*i64", "places": "*i32", "slots": "*i64"}
-        return Made(function, given | whole, sizes, 4, 3, f"1×{gpu.EDGES}")
+        return Made(function, given | whole, sizes, 4, 3, f"1×{gpu.EDGES}", devices.launch_options(dtype))
     given = {x: f"*{kind}" for x in ("Q", "K", "V", *outputs)} | {"indptr": "*i64", "indices": "*i32"}
     given |= {x: f"*{kind}" for x in ("real", "numbers", "columns", "seed")}  # not there: queries stand for them
     real = dict.fromkeys(("scale", "rate", "up"), "fp32")
-    return Made(function, given | whole | real, {**sizes, "MASK": False, "DROP": False}, 4, 3, f"1×{gpu.EDGES}")
+    constants = {**sizes, "MASK": False, "DROP": False}
+    return Made(function, given | whole | real, constants, 4, 3, f"1×{gpu.EDGES}", devices.launch_options(dtype))
 
 
 def _walk(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
@@ -109,4 +115,4 @@ def _walk(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
     sizes = gpu.constants(width, width)
     chosen = {"REVERSE": name == "linear db", "EXTRA": name != "linear forward", "TOTAL": name == "linear forward"}
     constants = {**sizes, **chosen, "SCALED": False, "PRECISION": "tf32"}
-    return Made(walk, given, constants, gpu.shape(width).warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}")
+    return Made(walk, given, constants, gpu.shape(width).warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}", {})

@@ -20,6 +20,7 @@ import torch
 
 IMPLS = ("auto", "triton", "aten", "reference")
 WIDEST = 256  # head width
+REGISTERS = 248  # of a thread
 MISSING = 'triton is not installed: pip install "subquad[gpu]"'
 
 
@@ -76,6 +77,13 @@ def _checked(impl: str, what: str) -> str:
 @cache
 def has_triton() -> bool:
     return find_spec("triton") is not None and find_spec("triton.language") is not None
+
+
+def launch_options(dtype: torch.dtype) -> dict[str, int]:
+    """What the compiler is told of registers. By itself ptxas spills some of a float32 kernel to get one more program
+    onto a multiprocessor; with a limit named it does not. AMD's compiler knows no such option.
+    """
+    return {"maxnreg": REGISTERS} if dtype == torch.float32 and not torch.version.hip else {}
 
 
 def route(operator: str, dtype: torch.dtype, width: int, *, dropout: float = 0.0) -> Route:

@@ -109,6 +109,7 @@ class Job:
     warps: int
     stages: int
     tile: str
+    options: dict[str, int]
 
 
 def jobs(dtypes: list[str], widths: list[int]) -> Iterator[Job]:
@@ -136,7 +137,7 @@ def build(job: Job, target: str) -> Build:
     signature = {**job.signature, **dict.fromkeys(job.constants, "constexpr")}
     attributes = dict(_divisible(list(job.signature.values())))
     source = ASTSource(fn=job.function, signature=signature, constexprs=job.constants, attrs=attributes)
-    options = {"num_warps": job.warps, "num_stages": job.stages}
+    options = {"num_warps": job.warps, "num_stages": job.stages, **({} if device.backend == "hip" else job.options)}
     built: Any = triton.compile(source, target=device, options=options)
     shared = int(built.metadata.shared)
     registers, stack, code = _amd(built.asm["amdgcn"]) if "amdgcn" in built.asm else _nvidia(built.asm["cubin"])
@@ -191,18 +192,18 @@ def occupancy(target: str, registers: int, shared: int, warps: int) -> float:
 
 
 def markdown(rows: list[Build]) -> str:
-    """The table of docs/gpu.md."""
+    """The table of docs/gpu.md: a row for each kernel, dtype and width, a column for each GPU."""
+    targets = list(dict.fromkeys(r.target for r in rows))
     lines = [
-        "| kernel | dtype | width | GPU | tile | warps | registers | shared memory | stack | matrix instructions "
-        "| occupancy |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| kernel | dtype | width | tile | warps | " + " | ".join(targets) + " |",
+        "|---|---|---|---|---|" + "---|" * len(targets),
     ]
+    found: dict[tuple[Any, ...], dict[str, str]] = {}
     for r in rows:
-        size = f"{r.shared / 1024:.0f} kB"
-        lines.append(
-            f"| {r.kernel} | {r.dtype} | {r.width} | {r.target} | {r.tile} | {r.warps} | {r.registers} | {size} "
-            f"| {r.stack} | {r.matrix} | {r.occupancy:.0%} |"
-        )
+        cell = f"{r.registers} · {r.shared / 1024:.0f} kB · {r.stack} · {r.matrix} · {r.occupancy:.0%}"
+        found.setdefault((r.kernel, r.dtype, r.width, r.tile, r.warps), {})[r.target] = cell
+    for about, cells in found.items():
+        lines.append("| " + " | ".join([*map(str, about), *(cells.get(target, "–") for target in targets)]) + " |")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad.core.hashing import dropout_seed, ranks
+from subquad.kernels import devices
 from subquad.kernels.edges.lists import EdgeList
 
 EDGES = 32  # of a row at a time
@@ -44,7 +45,20 @@ def attention(
     sizes = (q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], len(indptr), share)
     grid = (q.shape[2], q.shape[0] * q.shape[1])
     lists = (indptr.contiguous(), indices)
-    rows.attention_rows[grid](q, k, v, out, *lists, *given, *sizes, scale, dropout, 1 / (1 - dropout), **constants)
+    rows.attention_rows[grid](
+        q,
+        k,
+        v,
+        out,
+        *lists,
+        *given,
+        *sizes,
+        scale,
+        dropout,
+        1 / (1 - dropout),
+        **constants,
+        **devices.launch_options(torch.float32),
+    )
     return out
 
 
@@ -73,8 +87,9 @@ def gradients(dout, q, k, v, edges: EdgeList, key_mask, counted, seed, scale, dr
     sizes = (q.shape[2], k.shape[2], edges.num_edges, heads, group, edges.num_graphs, edges.share, reach)
     numbers = (scale, dropout, 1 / (1 - dropout))
     lists = (edges.indptr, edges.indices)
+    constants |= {"MODE": mode, **devices.launch_options(torch.float32)}
     rows.gradient_rows[(q.shape[2], instances)](
-        q, k, v, dout, dq, ds, p, credit, *lists, *given, *sizes, *numbers, **constants, MODE=mode
+        q, k, v, dout, dq, ds, p, credit, *lists, *given, *sizes, *numbers, **constants
     )
     by_key = ByKey.of(edges)
     dk, dv = key_sums(ds, q, k.shape[1], edges, by_key), key_sums(p, dout, k.shape[1], edges, by_key)
@@ -108,7 +123,16 @@ def _sum(w, x, out, lists, edges: EdgeList, spread: int, gather: int, moved: boo
 
     sizes = (out.shape[2], x.shape[2], edges.num_edges, spread, gather, edges.num_graphs, edges.share)
     grid = (out.shape[2], out.shape[0] * out.shape[1])
-    rows.sum_rows[grid](w.contiguous(), x.contiguous(), out, *lists, *sizes, **widths(x.shape[3]), MOVED=moved)
+    rows.sum_rows[grid](
+        w.contiguous(),
+        x.contiguous(),
+        out,
+        *lists,
+        *sizes,
+        **widths(x.shape[3]),
+        MOVED=moved,
+        **devices.launch_options(torch.float32),
+    )
 
 
 def widths(width: int) -> dict[str, int]:

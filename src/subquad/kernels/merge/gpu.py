@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
+from subquad.kernels import devices
 from subquad.kernels.merge import schedule
 from subquad.kernels.merge.reference import SOURCE
 from subquad.supports.support import GivenSupport, parse, plan_of
@@ -122,7 +123,8 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
 
 def _launch(kernel, grid, shape: Shape, tensors, numbers, constants: dict[str, Any]) -> None:
     if grid[0]:
-        kernel[grid](*tensors, *numbers, **constants, num_warps=shape.warps, num_stages=shape.stages)
+        options = {"num_warps": shape.warps, "num_stages": shape.stages, **devices.launch_options(tensors[0].dtype)}
+        kernel[grid](*tensors, *numbers, **constants, **options)
 
 
 def _ready(x: Tensor) -> Tensor:
