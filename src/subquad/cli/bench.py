@@ -158,7 +158,7 @@ def bench(
 
 def refuse_what_does_not_go_together(context: typer.Context) -> str | None:
     """The measurement of its own that was asked for, None for the ordinary one. A flag it would ignore is an error."""
-    given = [name for name in context.params if _is_given(context, name)]
+    given = [name for name in context.params if _was_given(context, name)]
     special = [name for name in TAKES if name in given]
     if len(special) > 1:
         raise typer.BadParameter(
@@ -173,9 +173,10 @@ def refuse_what_does_not_go_together(context: typer.Context) -> str | None:
     return kind
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def _was_given(context: typer.Context, name: str) -> bool:
+    """By the name of its source: typer may bring its own copy of click, whose enumeration is another one."""
     source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"  # by name: newer versions of typer bring their own click
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _flag(name: str) -> str:
