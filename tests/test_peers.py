@@ -357,6 +357,14 @@ def test_importing_the_package_imports_no_peer():
     assert done.stdout.strip() == "[]"
 
 
+def test_a_row_of_an_older_file_has_no_share_of_the_projections():
+    about = {"peer": "nsa", "package": "p", "version": "1", "spec": "nsa", "causal": True, "n": 64, "tried": []}
+    row = about | {"backward": False, "seconds": 0.02, "peer_seconds": 0.04, "ratio": 0.5}
+    content = peers.report([], Setting()) | {"rows": [row, row | {"n": 128, "projections_seconds": 0.01}]}
+    older, newer = peers.as_markdown(content).splitlines()[-2:]
+    assert "| 20 / 40 | 0.50 | – |" in older and "| 20 / 40 | 0.50 | 0.25 |" in newer
+
+
 def test_the_documentation_has_the_table_of_the_results():
     page = (Path(__file__).parents[1] / "docs/baselines.md").read_text()
     assert peers.as_markdown(json.loads(RESULTS.read_text())).strip() in page

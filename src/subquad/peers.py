@@ -192,7 +192,8 @@ def _cells(row: dict[str, Any] | None) -> str:
     if row is None:
         return "– | – | –"
     times = f"{_ms(row['seconds'])} / {_ms(row['peer_seconds'])}"
-    return f"{times} | {row['ratio']:.2f} | {row['projections_seconds'] / row['peer_seconds']:.2f}"
+    alone = row.get("projections_seconds")  # rows of older files have none
+    return f"{times} | {row['ratio']:.2f} | " + ("–" if alone is None else f"{alone / row['peer_seconds']:.2f}")
 
 
 def _ms(seconds: float) -> str:
