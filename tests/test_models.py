@@ -63,6 +63,19 @@ def test_every_mechanism_trains_saves_and_loads(spec, head, tmp_path):
     assert torch.equal(*answers)
 
 
+@pytest.mark.parametrize(("spec", "head"), PAIRS)
+def test_every_mechanism_trains_under_bf16_autocast(spec, head):
+    """Padded rows, which mechanisms mask with the least number of the dtype that they compute in."""
+    torch.manual_seed(1)
+    model = HEADS[head](config(attention=spec))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(**batch(head))
+    output.loss.backward()
+    assert torch.isfinite(output.loss) and all(
+        torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None
+    )
+
+
 @pytest.mark.parametrize("spec", [spec for spec in CAUSAL if not mechanism(spec).capabilities.stochastic])
 def test_causal_models_do_not_see_the_future(spec):
     model = SubquadForCausalLM(config(attention=spec, positions="sinusoidal")).eval()

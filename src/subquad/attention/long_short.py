@@ -63,8 +63,12 @@ class LongShort(OutputAttention):
         return 2.0 if self.options.causal else 1.0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        kind, work, n = q.dtype, torch.promote_types(q.dtype, torch.float32), q.shape[2]
-        q, k, v = q.to(work), k.to(work), v.to(work)
+        kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        with torch.autocast(q.device.type, enabled=False):
+            return self._attend(q.to(work), k.to(work), v.to(work), call).to(kind)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        work, n = q.dtype, q.shape[2]
         size = self.options.segment if self.options.causal else n
         mask = call.key_mask if call.key_mask is not None or n % size == 0 else k.new_ones(len(k), n).bool()
         real = None if mask is None else F.pad(mask, (0, -n % size)).unflatten(1, (-1, size))[:, None]  # (B, 1, S, s)
@@ -78,8 +82,7 @@ class LongShort(OutputAttention):
         exist = None if real is None else real.any(-1).repeat_interleave(self.sets.rank, 2)  # (B, 1, S·r)
         sources = ([near[0], far[0]], [near[1], far[1]], text_of(self.sets), "main", n)
         about = {"lengths": call.lengths, "valid": [call.exists, exist], "dropout": call.dropout, "seed": call.seed}
-        out = merge_attention(q, *sources, scale=self.options.softmax_scale, **about)  # type: ignore[arg-type]
-        return out.to(kind)
+        return merge_attention(q, *sources, scale=self.options.softmax_scale, **about)  # type: ignore[arg-type]
 
     boundary = "the window's halo, summaries of segments and at most one partial segment; bidirectional: one projection"
 

@@ -102,8 +102,12 @@ class NSA(OutputAttention):
     # ---- the fast path ----
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        kind, work, o = q.dtype, torch.promote_types(q.dtype, torch.float32), self.options
-        q, k, v = q.to(work), k.to(work), v.to(work)
+        kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        with torch.autocast(q.device.type, enabled=False):
+            return self._attend(q.to(work), k.to(work), v.to(work), call).to(kind)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        o, work = self.options, q.dtype
         gates = (q @ self.gates.to(work) + self.gate_bias.to(work)[:, None]).sigmoid()  # (B, H, n, 3)
         coarse, chosen = self._compressed(q, k, v, call)
         v = drop_keys(v, call)
@@ -111,7 +115,7 @@ class NSA(OutputAttention):
         fine = selected_attention(q, k, v, chosen, block=o.block, key_mask=call.key_mask, **about)
         near = merge_attention(q, [k], [v], self.sliding, "union", q.shape[2], valid=[call.exists], **about)
         out = gates[..., :1] * coarse + gates[..., 1:2] * fine + gates[..., 2:] * near
-        return within_rows(out, call).to(kind)
+        return within_rows(out, call)
 
     def _compressed(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """The output of the compressed branch (B, H, n, d), and the blocks that are selected beside the own one,

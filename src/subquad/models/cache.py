@@ -49,9 +49,8 @@ class StateLayer(CacheLayerMixin):
         if x.shape[1] == 0:
             return x.new_zeros(len(x), 0, mechanism.options.num_heads * mechanism.options.head_dim)
         if self.state is None:
-            self.state = mechanism.start(
-                len(x), device=x.device, dtype=computed_in(x), seed=seed, rollback=self.rollback
-            )
+            kind = x.dtype if mechanism.capabilities.level == "layer" else computed_in(x)  # of tokens, or of keys
+            self.state = mechanism.start(len(x), device=x.device, dtype=kind, seed=seed, rollback=self.rollback)
             self.is_initialized, self.device, self.dtype = True, x.device, self.state.dtype
         y, self.state = mechanism.extend_tokens(x, project, self.state, key_mask)
         self.slots += x.shape[1]
