@@ -367,7 +367,7 @@ def test_operator_declarations(operator):
     arguments = {
         "graph_attention": (q, k, v, w, z, *given),
         "graph_attention_backward": (*plain, *given, True),
-        "sample_graphs": (plain[4], plain[5], SEED, real, "exact", False, 0.1, 0, 2.0),
+        "sample_graphs": (plain[4], plain[5], SEED, real, "exact", False, 0.1, 0, 2.0, False),
     }[operator]
     result = torch.library.opcheck(getattr(torch.ops.subquad, operator).default, arguments)
     assert len(result) == 4 and set(result.values()) == {"SUCCESS"}
