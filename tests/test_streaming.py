@@ -124,7 +124,8 @@ def test_a_decode_step_compiles_into_one_graph(spec):
 
 
 @pytest.mark.parametrize(
-    "spec", ["composite-slice:slice_length=8", "hca:window=5,rate=8", "csa:window=5,rate=4,topk=3", "hca:window=3,rate=1"]
+    "spec",
+    ["composite-slice:slice_length=8", "hca:window=5,rate=8", "csa:window=5,rate=4,topk=3", "hca:window=3,rate=1"],
 )
 def test_a_layer_streams_and_its_decode_step_compiles(spec):
     torch.manual_seed(0)
