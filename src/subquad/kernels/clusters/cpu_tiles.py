@@ -24,10 +24,16 @@ FIRST_ROW, ROW_COUNT, FIRST_KEY, KEY_COUNT = range(4)  # of a tile
 
 @inline
 def _gather(like, size, width, x, places, first, count, last, into):
-    """Rows of x at some places, side by side; a place behind the last row has some row."""
+    """Rows of x at some places, side by side; a place behind the last row is nobody's and has 0.
+
+    Its weight is 0, but 0 times a NaN of whichever row stood in for it would be NaN.
+    """
     for j in range(count):
-        at = min(places[first + j], last)
-        scale_row(like.dtype.type(1), into + j * width * size, x + at * width * size, width)
+        at, here = places[first + j], into + j * width * size
+        if at > last:
+            fill_row(like.dtype.type(0), here, width)
+        else:
+            scale_row(like.dtype.type(1), here, x + at * width * size, width)
 
 
 @inline
