@@ -14,7 +14,7 @@ def main(dtype: torch.dtype) -> None:
     for name in subquad.available():
         for example in mechanism(name).examples:
             for case in cases(name, **example):
-                inputs = [x.requires_grad_() for x in case.inputs(130, dtype)]
+                inputs = [x.requires_grad_() for x in case.inputs(80, dtype)]
                 out = case.run(case.make(dtype), inputs)
                 if out.requires_grad:
                     out.sum().backward()

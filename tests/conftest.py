@@ -27,8 +27,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     command = [sys.executable, str(Path(__file__).parent / "compiled.py")]
     started = [subprocess.Popen([*command, dtype]) for dtype in ("float32", "float64")]
-    if any([process.wait() for process in started]):
-        raise pytest.UsageError("the kernels could not be compiled: see above")
+    for process in started:
+        process.wait()  # what fails here fails in a test, too
 
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from subquad.kernels.parallel import FAST, kernel, launch
+from subquad.kernels.parallel import FAST, inline, kernel, launch
 
 
 class Workers:
@@ -75,6 +75,11 @@ def _type(kind: Any) -> Any:
     if isinstance(kind[0], np.dtype):
         return types.Array(numba.from_dtype(kind[0]), kind[1], "C" if kind[2] else "A")
     return types.Tuple([_type(x) for x in kind])
+
+
+@inline
+def keep(*arrays):
+    """At the end of a kernel that has used arrays by their addresses: Numba frees an array after its last use."""
 
 
 @intrinsic

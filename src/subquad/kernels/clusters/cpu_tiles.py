@@ -16,7 +16,7 @@ from subquad.kernels.merge.cpu_tiles import BAND, KEYS, ROWS, _lay_row, _softmax
 from subquad.kernels.parallel import inline
 from subquad.kernels.vector_rows import add_row, fill_row, gradient_row
 from subquad.kernels.vectors import BYTES, dot, multiply, multiply_add, multiply_add_turned, scale_row
-from subquad.kernels.workers import Workers
+from subquad.kernels.workers import Workers, keep
 
 NEVER = 1 << 30
 FIRST_ROW, ROW_COUNT, FIRST_KEY, KEY_COUNT = range(4)  # of a tile
@@ -112,6 +112,7 @@ def forward(worker, workers, arguments):
         for r in range(many_rows):
             place = rows[row0 + r]
             _lay_row(like, size, width, out + place * width * size, lse, place, at, r, top, total)
+    keep(across, near, values, asked, state)
 
 
 @Workers
@@ -178,3 +179,4 @@ def backward(worker, workers, arguments):
                         add_row(like.dtype.type(1), dv + at, dvt.ctypes.data + own, width)
             for r in range(many_rows):
                 add_row(like.dtype.type(1), dq + rows[row0 + r] * width * size, ct + r * width * size, width)
+    keep(across, beyond, near, values, ds, asked, given, changed)

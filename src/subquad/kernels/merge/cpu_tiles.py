@@ -27,7 +27,7 @@ from subquad.kernels.vectors import (
     scale_row,
     transpose,
 )
-from subquad.kernels.workers import Workers
+from subquad.kernels.workers import Workers, keep
 
 ROWS = 24  # of a tile: four times the rows of a product in registers
 KEYS = 128  # of a tile
@@ -356,6 +356,7 @@ def forward(worker, workers, arguments):
         for r in range(rows):
             at = place + r * down
             _lay_row(like, size, width, out_[0] + at * out_[1] * size, lse[g], at, sums, r, top, total)
+    keep(state)
 
 
 # ---- backward -----------------------------------------------------------------------------------------------
