@@ -235,6 +235,12 @@ def test_what_does_not_reach_everyone_in_so_many_layers_comes_later():
     assert [row.spec for row in asked(layers=2).rows] == ["linear", "full", "strided"], "strided needs three"
 
 
+def test_hundreds_of_layers_are_no_reach():
+    """Causal star passes a token on from neighbour to neighbour: fast, and of no use to a model of usual depth."""
+    row = ranking.make_row(asked().wish, Costs(points.shipped()), "star", None)
+    assert row.reach is not None and row.reach.layers > 12 and not row.reaches(1) and row.reaches(10**6)
+
+
 def test_an_impossible_wish_gets_the_nearest_possible_ones():
     found = asked(n=10**9, memory=2**30)
     assert not found.fitting and found.command() is None
@@ -384,6 +390,9 @@ def test_advise_as_json(run):
         (["--n", "64", "--train", "--decode", "--causal"], "choose one"),
         (["--n", "64", "--attention", "linaer"], "unknown attention 'linaer'"),
         (["--n", "64", "--attention", "star"], "has not been measured on this machine: run `subquad calibrate star`"),
+        (["--n", "64", "--attention", "hca"], "hca is causal only: add --causal"),
+        (["--n", "64", "--attention", "star:wide=3"], "star has no option 'wide'"),
+        (["--n", "64", "--attention", "pattern"], "pattern: sets is needed"),
         (["--n", str(2**51)], "n must be at most 2^50"),
         ([], "--n"),
     ],
@@ -415,6 +424,7 @@ def test_calibrate_keeps_its_points_in_the_cache(run, tmp_path, monkeypatch):
     assert result.exit_code == 0 and f"calibrated: {tmp_path / 'calibration.json'}" in result.stdout, result.stderr
     assert list(Points.read(tmp_path / "calibration.json")) == [Subject("full", True), Subject("linear", True)]
     assert run("calibrate", "nothing").exit_code == 2
+    assert "hca is causal only" in run("calibrate", "hca", "--bidirectional").stderr
 
 
 def test_the_study_holds_predictions_against_measurements(tmp_path, monkeypatch):

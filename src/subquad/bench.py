@@ -221,7 +221,7 @@ def peak_memory(spec: str, level: str, n: int, setting: Setting) -> int:
     child = subprocess.run(
         child_command("subquad.bench"),
         input=json.dumps(request),
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, **memory.RETURNED, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
     )

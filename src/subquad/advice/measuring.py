@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad import bench
-from subquad.advice.points import ALONE, BASE, DECODED, VARIED, Points, Shape, Subject, shapes
+from subquad.advice.points import ALONE, BASE, DECODED, MIDDLE, VARIED, Points, Shape, Subject, shapes
 from subquad.attention.registry import mechanism
 from subquad.bench import Setting, Step, make_inputs, make_step
 from subquad.core.options import split_spec
@@ -23,6 +23,7 @@ from subquad.layers import MultiheadAttention
 
 PATIENCE = {8192: 2.0, 32768: 0.8}  # seconds of a step beyond which a sequence up to so long is not measured
 LEAST = 0.1  # seconds that the calls of one measurement take together
+CAREFUL = 0.3  # the same at the length that other sizes are scaled from
 SHARED = 0.5  # the same for the projections, a part of every layer
 CALLS = 4  # at least so many, of which the best counts: a neighbour's burst spoils two or three in a row
 LONG = 0.2  # seconds from which half of them are enough
@@ -77,7 +78,7 @@ def best(call: Callable[[], object], least_seconds: float = LEAST) -> float:
 def step_seconds(subject: Subject, shape: Shape, quantity: str) -> float:
     """Of one forward pass, or of one forward and backward pass."""
     step = make(subject, shape, backward=quantity == "train")
-    return best(step, SHARED if subject == ALONE else LEAST)
+    return best(step, SHARED if subject == ALONE else CAREFUL if shape.n == MIDDLE else LEAST)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,14 +62,19 @@ class Subject(NamedTuple):
 ALONE = Subject(PROJECTIONS, False)
 
 
-def subjects(specs: Iterable[str] | None = None, ways: Iterable[bool] = (True, False)) -> list[Subject]:
+def subjects(
+    specs: Iterable[str] | None = None, ways: Sequence[bool] = (True, False), *, strict: bool = False
+) -> list[Subject]:
     """Those of the specs, or of all registered mechanisms that can be made from their names alone, in the directions
-    that they have.
+    that they have. `strict`: a spec that has none of the directions is refused.
     """
     found = []
     for spec in mechanisms() if specs is None else specs:
         able = mechanism(split_spec(spec)[0]).capabilities
-        found += [Subject(spec, causal) for causal in ways if (able.causal if causal else able.bidirectional)]
+        own = [Subject(spec, causal) for causal in ways if (able.causal if causal else able.bidirectional)]
+        if strict and not own:
+            raise ValueError(f"{spec} is {'causal only: add --causal' if able.causal else 'bidirectional only'}")
+        found += own
     for subject in found:  # a spec that cannot be made is refused before anything runs
         for_length(subject.spec, 64, causal=subject.causal, num_heads=BASE[0], head_dim=BASE[1])
     return found

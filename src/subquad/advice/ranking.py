@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from subquad.advice.costs import Costs, Size, crossover
-from subquad.advice.points import Points, Subject, calibration_file, shipped
+from subquad.advice.points import Points, Subject, calibration_file, shipped, subjects
 from subquad.advice.quality import Nearest, Score, nearest, read_scores, results_folder, task_for
 from subquad.advice.reach import Reach, reach
 from subquad.attention.registry import available
@@ -16,6 +16,7 @@ from subquad.core.options import split_spec
 
 SHOWN = tuple(2**k for k in range(6, 23))  # lengths among which a crossover is looked for
 LONGEST = 2**50  # a length that nothing reaches
+DEEP = 12  # layers of a model whose depth is not given, in which tokens should reach each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +72,10 @@ class Row:
     score: Score | None = None
 
     def reaches(self, layers: int) -> bool:
-        """Does every token reach every other? In a model of several layers: in so many."""
+        """Does every token reach every other in a model of so many layers? One layer stands for an unknown depth."""
         if self.reach is None or self.reach.layers is None:
             return False
-        return layers == 1 or self.reach.layers <= layers
+        return self.reach.layers <= (layers if layers > 1 else DEEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,7 @@ def advise(
     named = [spec for spec in known if split_spec(spec)[0] in available()]
     for spec in specs or ():
         if spec not in named:
+            subjects([spec], (wish.causal,), strict=True)  # refuses options that cannot be, and a direction it lacks
             command = f"subquad calibrate {spec}"
             way = "causal" if wish.causal else "bidirectional"
             raise ValueError(f"{spec} ({way}) has not been measured on this machine: run `{command}` first")
@@ -213,6 +215,4 @@ def smallest_memory(advice: Advice) -> float:
 
 
 def _unmeasured(wish: Wish, known: Sequence[str]) -> list[str]:
-    from subquad.advice.points import subjects
-
     return [subject.spec for subject in subjects(ways=(wish.causal,)) if subject.spec not in known]

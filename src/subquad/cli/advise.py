@@ -61,7 +61,7 @@ def advise(
 
     Times and memory are predicted by a cost model, fitted to what `subquad calibrate` measured on this machine, or to
     measurements that come with the package. Mechanisms that fit into the memory come first; among them those in which
-    every token can reach every other (with --layers: in so many layers), the fastest first.
+    every token can reach every other within --layers layers (12 where it is not given), the fastest first.
     """
     if width % heads:
         raise typer.BadParameter(f"--width must be a multiple of --heads {heads}, not {width}")
@@ -293,7 +293,7 @@ def calibrate(
             err().print(f"{path} was measured on another machine or with other versions: starting anew", soft_wrap=True)
             points = Points(here)
     ways = (True, False) if causal is None else (causal,)
-    wanted = subjects(None if specs is None else dict.fromkeys(["full", *specs]), ways)
+    wanted = subjects(None if specs is None else dict.fromkeys(["full", *specs]), ways, strict=specs is not None)
     known = Points(here) if memory else shipped()
     total = steps(points, wanted) + memory_steps(points, wanted, known)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())

@@ -6,6 +6,10 @@ import ctypes
 import sys
 from pathlib import Path
 
+# For a process that measures. Freed tensors go back to the system at once, whatever their size. By default glibc does
+# that with those of more than 32 MiB only: the holes that smaller ones leave are counted, and differ from run to run.
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
 
 def reset_peak() -> int:
     """The resident bytes now, from which the peak is counted anew."""
