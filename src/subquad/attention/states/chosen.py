@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention.states.keys import Keys
+from subquad.attention.states.keys import Keys, factors_of
 from subquad.attention.states.state import Buffers, Chunk, grown, write
 from subquad.supports.kept import EVERYTHING, Ranges
 
@@ -34,9 +34,15 @@ class Chosen(Keys):
         """bool (B, H, t, m)."""
         return module.chosen(chunk.q, buffers["k"], seen, chunk.position)
 
+    def _factors(self, module: Any, chunk: Chunk, columns: Tensor, seed: Tensor | None) -> Tensor:
+        """A key is dropped for all queries of a head: see `full.drop_keys`."""
+        return factors_of(module, chunk, torch.zeros_like(columns), columns, seed)
+
 
 class Labelled(Chosen):
     """Routing: every key has the number of its cluster, (B, H, slots, 1)."""
+
+    _factors = Keys._factors  # a weight is dropped for itself
 
     def empty(self, chunk: Chunk) -> Buffers:
         buffers = super().empty(chunk)
