@@ -59,5 +59,11 @@ class Labelled(Chosen):
         slot = chunk.position if chunk.here is None else torch.where(chunk.here, chunk.position, trash)
         return buffers | {"label": write(buffers["label"], slot, module.labels(chunk.q, chunk.k))}
 
+    def written_run(self, module, chunk, buffers, length, first):
+        buffers = super().written_run(module, chunk, buffers, length, first)
+        stop = first + chunk.q.shape[2]
+        buffers["label"][:, :, first:stop] = module.labels(chunk.q, chunk.k)
+        return buffers
+
     def choose(self, module, chunk, buffers, seen):
         return seen & (module.labels(chunk.q, chunk.k) == buffers["label"].mT)
