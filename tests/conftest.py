@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that spin starve the other workers
@@ -20,16 +22,13 @@ settings.load_profile("quick")  # --hypothesis-profile chooses another one
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the Numba kernels once, in the process that starts the workers: they then find them in the cache."""
+    """Compile the Numba kernels before the workers start, which then find them in the cache; each dtype on a core."""
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
         return
-    import subquad
-
-    for spec in ("sbm:clusters=4", "random:density=0.3", "combiner-routing:clusters=3", "combiner-fixed"):
-        for dtype in (torch.float32, torch.float64):
-            a = subquad.attention(spec, num_heads=1, head_dim=8, dropout=0.1, causal=True).to(dtype)
-            x = torch.randn(1, 1, 160, 8, dtype=dtype, requires_grad=True)
-            a(x, x, x).sum().backward()
+    command = [sys.executable, str(Path(__file__).parent / "compiled.py")]
+    started = [subprocess.Popen([*command, dtype]) for dtype in ("float32", "float64")]
+    if any([process.wait() for process in started]):
+        raise pytest.UsageError("the kernels could not be compiled: see above")
 
 
 ROOT = Path(__file__).parents[1]

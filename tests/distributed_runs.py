@@ -18,6 +18,8 @@ from subquad.distributed import sequence_parallel
 from subquad.distributed.groups import Group
 from subquad.distributed.layouts import Layout
 
+PATIENCE = 600  # seconds until a process is believed to hang: machines are busy
+
 
 class Team:
     """p gloo processes that call what they are told, all at the same time."""
@@ -41,7 +43,7 @@ class Team:
         """function(group, *args) in every process: what each returns, or the error of the first that raises."""
         for pipe in self.pipes:
             pipe.send((function, args))
-        answers = [pipe.recv() if pipe.poll(120) else (None, "no answer") for pipe in self.pipes]
+        answers = [pipe.recv() if pipe.poll(PATIENCE) else (None, "no answer") for pipe in self.pipes]
         wrong = [f"process {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
         assert not wrong, "\n".join(wrong)
         return [found for found, _ in answers]

@@ -55,6 +55,45 @@ def test_streamed_is_one_call(kind):
     torch.testing.assert_close(torch.cat(parts, 2), whole, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("heads", [4, 2, 1], ids="{} key heads".format)
+@pytest.mark.parametrize("kind", ["max", "mean", "residual-max", "attended", "residual-attended"])
+def test_heads_that_share_a_summary(kind, heads):
+    """Two heads ask together: the definition, streaming, and one summary where they share their key too."""
+    a, (q, k, v) = make(kind, shared_heads=2), tokens(70)
+    k, v = (x.repeat_interleave(2, 1)[:, :heads].detach() for x in (k, v))
+    whole = a(q, k, v)
+    torch.testing.assert_close(whole, a.dense(q, k, v), atol=1e-9, rtol=1e-9)
+    mean = q.unflatten(1, (2, 2)).mean(2).repeat_interleave(2, 1)
+    alone = make(kind).abstraction
+    if kind in ("max", "mean", "attended"):  # the others have fewer maps
+        torch.testing.assert_close(a.abstraction(q, k.repeat_interleave(4 // heads, 1))[0], alone(mean, k)[0])
+    state, parts = a.start(2, dtype=torch.float64), []
+    with torch.no_grad():
+        for start, stop in ((0, 50), (50, 51), (51, 53), (53, 70)):
+            out, state = a.extend(*(x[:, :, start:stop] for x in (q, k, v)), state)
+            parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, 2), whole, atol=1e-9, rtol=1e-9)
+    assert state.buffers["k"].shape[1] == (4 if heads == 4 else 2)
+
+
+def test_a_state_keeps_what_a_future_query_can_use():
+    """The window's keys, one summary per span, and the queries of the span that is not complete."""
+    sizes = {"num_heads": 9, "head_dim": 4, "causal": True, "span": 32, "window": 256, "sinks": 4}
+    a = subquad.attention("combiner-window", abstraction="attended", shared_heads=3, **sizes)
+    q, k, v = (torch.randn(1, heads, 8192, 4) for heads in (9, 3, 3))
+    with torch.no_grad():
+        _, state = a.extend(q, k, v, a.start(1))
+        assert state.nbytes <= (k.nbytes + v.nbytes) / 10
+        for _ in range(40):  # a span more, the buffers have grown
+            _, state = a.extend(*(x[:, :, :1] for x in (q, k, v)), state)
+    assert state.nbytes <= (k.nbytes + v.nbytes) / 10
+
+
+def test_shared_heads_divide_the_heads():
+    with pytest.raises(ValueError, match="shared_heads must divide num_heads=4, not be 3"):
+        make("mean", shared_heads=3)
+
+
 @pytest.mark.parametrize("pool", ["max", "mean"])
 def test_residual_maps_begin_as_nothing(pool):
     options = {"num_heads": 4, "head_dim": 8, "causal": True, "span": 4, "window": 6}

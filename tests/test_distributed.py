@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -91,19 +92,79 @@ def test_other_lengths_and_numbers(two):
     two.run(compare, "full", True, 3, "none", "float64", 0.0, 2, 2, "zigzag")
 
 
+def test_summaries_that_find_their_keys(two):
+    """The key of a span is what its query finds, in the keys of two heads that ask together or alone."""
+    for more in ("attended", "residual-attended", "attended,shared_heads=2"):
+        for causal in (True, False):
+            spec = f"combiner-window:span=4,window=6,sinks=3,abstraction={more}"
+            two.run(compare, spec, causal, 31, "none", "float64", 0.0, 4, 2)
+            two.run(compare, spec, causal, 23, "left", "float64", 0.0, 4, 4)
+
+
 def test_models_on_two_processes(two):
     rotary, learned = {"positions": "rotary"}, {"positions": "learned"}
     two.run(compare_model, "causal-lm", "combiner-fixed:span=4", 23, "right", rotary)
     two.run(compare_model, "causal-lm", "combiner-fixed:span=4", 22, "left", learned, "checkpointing")
     two.run(compare_model, "causal-lm", "composite-slice:slice_length=4", 23, "none", {"positions": "own"})
     two.run(compare_model, "masked-lm", "longformer:window=6", 23, "left", {"positions": "sinusoidal"})
-    with pytest.raises(AssertionError, match="padding inside a row is not supported where a sequence is divided"):
-        two.run(compare_model, "masked-lm", "longformer:window=6", 23, "interior", {"positions": "sinusoidal"})
     for pooling in ("mean", "cls"):
         two.run(compare_model, "sequence", "combiner-fixed:span=4", 23, "left", {"pooling": pooling})
     dropped = {"dropout": 0.2, "attention_dropout": 0.3}
     two.run(compare_model, "causal-lm", "combiner-fixed:span=4", 23, "right", dropped, "alone")
     two.run(compare_model, "causal-lm", "full", 22, "none", dropped, "alone, checkpointing")
+
+
+def test_models_close_gaps_across_processes(two):
+    """Padding between tokens: a token may move to another process, and its logits come back."""
+    for head, spec, keys, how in (
+        ("masked-lm", "longformer:window=6", {"positions": "sinusoidal"}, ""),
+        ("causal-lm", "combiner-fixed:span=4", {"positions": "rotary"}, "checkpointing"),
+        ("causal-lm", "composite-slice:slice_length=4", {"positions": "own"}, ""),
+        ("token", "full", {"positions": "learned"}, ""),
+        ("sequence", "linear", {"pooling": "mean"}, ""),
+        ("causal-lm", "combiner-fixed:span=4", {"dropout": 0.2, "attention_dropout": 0.3}, "alone"),
+    ):
+        two.run(compare_model, head, spec, 23, "interior", keys, how)
+
+
+def hidden_states(group: Group, head: str) -> None:
+    """Inputs that are vectors, and outputs of every layer: each process has those of its own slots, with gradients."""
+    model, batch = make_model(head, "combiner-fixed:span=4"), make_batch(head, 23, "interior")
+    divided, real = sequence_parallel(copy.deepcopy(model), group), batch["attention_mask"]
+    x = torch.randn(2, 23, 16, dtype=torch.float64)
+    parts = shard({"inputs_embeds": x, "attention_mask": real}, group)
+    whole, part = x.clone().requires_grad_(), parts["inputs_embeds"].clone().requires_grad_()
+    expected = model(inputs_embeds=whole, attention_mask=real, output_hidden_states=True)
+    found = divided(**{**parts, "inputs_embeds": part}, output_hidden_states=True)
+    cut = subquad.distributed.Layout(group, 23)
+    for a, b in zip(found.hidden_states, expected.hidden_states, strict=True):
+        close(a, cut.take(b), "hidden states")
+    close(found.logits, cut.take(expected.logits), "logits")
+    weight = torch.randn(expected.logits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (expected.logits * weight).sum().backward()
+    (found.logits * cut.take(weight)).sum().backward()
+    close(part.grad, cut.take(whole.grad), "gradient of the inputs")
+
+
+def test_outputs_come_back_to_their_slots(two):
+    two.run(hidden_states, "masked-lm")
+
+
+def refuse_packed(group: Group) -> None:
+    model = sequence_parallel(make_model("causal-lm", "full"), group)
+    ids = torch.zeros(1, 10, dtype=torch.long)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])  # the second sequence begins with the second process
+    with pytest.raises(ValueError, match="a packed batch cannot be divided among processes"):
+        model(**shard({"input_ids": ids, "position_ids": positions}, group))
+    with pytest.raises(ValueError, match="a packed batch cannot be divided among processes"):
+        model(**shard({"input_ids": ids}, group), cu_seqlens=torch.tensor([0, 5]))
+    expected = subquad.distributed.whole(copy.deepcopy(model))(ids, position_ids=torch.arange(10)[None]).logits
+    found = model(**shard({"input_ids": ids, "position_ids": torch.arange(10)[None]}, group)).logits
+    close(found, subquad.distributed.Layout(group, 10).take(expected), "logits")
+
+
+def test_packed_batches_are_refused(two):
+    two.run(refuse_packed)
 
 
 def count_real(group: Group, spec: str, causal: bool, n: int) -> tuple[int, int, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -240,6 +241,44 @@ def test_wrong_words(folders, monkeypatch, words, message):
     monkeypatch.chdir(folders)
     code, output = command(*words)
     assert code == 2 and message in output
+
+
+def test_the_study_of_a_conversion(folders, monkeypatch):
+    """Every number is measured once; texts and lengths are added; the page shows what is closed."""
+    from subquad.studies import conversion as study
+
+    monkeypatch.chdir(folders)
+    monkeypatch.setattr(study, "BEYOND", 12)
+    Path("book.txt").write_text(TEXT)
+    Path("other.txt").write_text(TEXT[::-1])
+    words = ("study", "conversion", "plain", "--out", "page", "--n", 40, "--start", 0, "--speed", "16,24")
+    words = (*words, "--attention", SPEC, "--tries", 1, "--hidden", 0)
+    code, output = command(*words, "--text", "book.txt")
+    assert code == 0 and "window and sinks alone" in output
+    before = json.loads(Path("page/conversion.json").read_text())
+    assert [row["n"] for row in before["speeds"]] == [16, 24] and len(before["losses"]) == 3
+    assert command("convert", "plain", "--attention", SPEC, "-o", "converted")[0] == 0
+    code, output = command("convert", "converted", "--attention", SPEC, "-o", "again")
+    assert code == 0 and "2,192 new parameters" in output  # not those of the conversion that it replaces
+    code, output = command(*words, "--text", "book.txt,other.txt", "--adapted", "converted")
+    after = json.loads(Path("page/conversion.json").read_text())
+    assert code == 0 and after["losses"][:3] == before["losses"] and after["speeds"] == before["speeds"]
+    assert len(after["losses"]) == 8 and "adapted: converted" in Path("page/conversion.md").read_text()
+    found = {row["attention"]: row for row in after["losses"] if row["text"] == "book"}
+    assert found["full"]["mass"] is None and found[SPEC]["mass"] > 0
+    code, output = command("study", "conversion", "converted", "--out", "page", "--text", "book.txt", "--n", 40)
+    assert code == 2 and "is about plain, not converted" in output
+
+
+def test_the_share_of_the_gap_that_is_closed():
+    from subquad.studies import conversion_tables as shown
+
+    rows = [("full", 3.0), (shown.ALONE, 3.2), ("a:b", 3.05), ("worse", 3.3)]
+    rows = [{"attention": name, "text": "book", "beyond": x, "loss": x} for name, x in rows]
+    found = {(row["attention"], "book"): row for row in rows}
+    assert [round(shown.closed(found, name, "book"), 9) for name in ("a:b", "worse")] == [0.75, -0.5]
+    table = shown.losses({"losses": rows})
+    assert "| `a:b` | +0.050 | +0.050 | 75% |" in table and "| full | 3.000 | +0.000 |  |" in table
 
 
 def test_measured_beside_the_original(converted):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import subquad
-from subquad import peers
+from subquad import peer_modules, peers
 from subquad.bench import Setting
 from subquad.layers import MultiheadAttention
 
@@ -205,23 +205,35 @@ def test_reformer_with_one_bucket_is_full_attention_with_shared_queries(causal):
     close(run(ours, tokens(33)), theirs(tokens(33)), **ABOUT)
 
 
+def change_of_the_past(f) -> float:
+    """How much the first 56 outputs differ between two sequences whose last 8 of 64 tokens differ."""
+    x, outs = tokens(64), []
+    moved = x.clone()
+    moved[:, -8:] = moved[:, -8:].flip(0)
+    for y in (x, moved):
+        torch.manual_seed(3)
+        outs.append(f(y)[:, :-8])
+    return (outs[0] - outs[1]).abs().max().item()
+
+
 def test_a_later_token_changes_an_earlier_output_of_reformer_pytorch_and_not_of_ours():
     peer = package("reformer_pytorch")
     theirs = peer.LSHSelfAttention(16, heads=2, causal=True, bucket_size=4, n_hashes=1).eval()
     ours = MultiheadAttention(16, 2, batch_first=True, attention="reformer:chunk=4,rounds=1", causal=True).eval()
-    x = tokens(64)
-    moved = x.clone()
-    moved[:, -8:] = moved[:, -8:].flip(0)
+    assert change_of_the_past(lambda y: run(ours, y)) == 0
+    why = "chunks of the whole sorted sequence depend on how many later tokens sort before"
+    assert change_of_the_past(theirs) > 1e-3, why
 
-    def change(f) -> float:
-        outs = []
-        for y in (x, moved):
-            torch.manual_seed(3)
-            outs.append(f(y)[:, :-8])
-        return (outs[0] - outs[1]).abs().max().item()
 
-    assert change(lambda y: run(ours, y)) == 0
-    assert change(theirs) > 1e-3, "chunks of the whole sorted sequence depend on how many later tokens sort before"
+def test_a_later_token_changes_an_earlier_output_of_routing_transformer_and_not_of_ours():
+    peer = package("routing_transformer", "routing_transformer.routing_transformer")
+    torch.manual_seed(0)
+    theirs = peer.SelfAttention(16, 1, 64, 2, 0, 8, dim_head=8, causal=True).eval()
+    theirs(tokens(64))  # its first call makes the centroids
+    ours = MultiheadAttention(16, 2, batch_first=True, attention="routing:clusters=8", causal=True).eval()
+    assert change_of_the_past(lambda y: run(ours, y)) == 0
+    why = "a cluster takes the tokens nearest to its centroid, and later ones drive earlier ones out"
+    assert change_of_the_past(lambda y: theirs(y)[0]) > 1e-3, why
 
 
 # ---- selected blocks ----
@@ -260,7 +272,7 @@ def deepseek_pair(kind: str):
     rates = {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4}
     about = {"sliding_window": 6, "compress_rates": rates, "index_topk": 5, "index_head_dim": 4, "index_n_heads": 8}
     torch.manual_seed(1)
-    theirs = peers.DeepSeek(kind, 64, Setting(heads=2, head_dim=8), partial_rotary_factor=0.25, **about)
+    theirs = peer_modules.DeepSeek(kind, 64, Setting(heads=2, head_dim=8), partial_rotary_factor=0.25, **about)
     a = theirs.inner
     for name, p in theirs.inner.named_parameters():
         if p.dim() > 1 and "bias" not in name:
@@ -330,7 +342,7 @@ def test_rows_of_peers_hold_both_times_and_the_crossover(monkeypatch):
 def test_unknown_and_missing_peers_are_named(monkeypatch):
     with pytest.raises(ValueError, match=r"no peer is called 'nobody'; the peers are linear, "):
         list(peers.measure_peers(["nobody"], Setting()))
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(peer_modules.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="performer needs the package performer-pytorch"):
         list(peers.measure_peers(["performer"], Setting()))
 

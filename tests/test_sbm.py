@@ -20,7 +20,6 @@ from subquad.kernels.graphs import reference as graph_reference
 from subquad.kernels.masks import pack_mask, unpack_mask
 from subquad.kernels.sampler import Rules, pinned_reach, rules, sample, sample_edges, statistics
 from subquad.kernels.sampler import reference as plain_sampler
-from subquad.kernels.sampler.reference import fastrg
 from subquad.studies import repeated_tokens, sbm_cost, sbm_pictures
 
 
@@ -80,6 +79,27 @@ def test_other_devices_draw_the_same_distribution(monkeypatch, sampler):
     p = torch.maximum((p + 0.2 * (1 - p)), (torch.arange(5)[:, None] == torch.arange(6)).float()).tril()
     masks = draw_torch(20_000, y, block, z, sampler=sampler, exploration=0.2, reach=0, causal=True)
     check_moments(masks, p)
+
+
+def fastrg(y, block, z, generator):
+    """Algorithm 1 as printed, for g graphs at once: y (g, n, k), block (g, k, k), z (g, m, k); D are the column sums.
+
+    Graph, source and destination of every edge, duplicates not yet merged.
+    """
+    k = block.shape[-1]
+    d_y, d_z = y.sum(1), z.sum(1)  # (g, k): line 1; the normalisation of line 2 is in `pick`
+    rates = d_y[:, :, None] * block * d_z[:, None, :]  # (g, k, k): line 3
+    m = torch.poisson(rates.double().sum((1, 2)), generator).long()  # (g,): line 4
+    graph = torch.arange(len(y)).repeat_interleave(m)  # (E,)
+    pair = pick(rates.flatten(1), graph, generator)  # line 7
+    source = pick(y.mT.flatten(0, 1), graph * k + pair // k, generator)  # line 8
+    destination = pick(z.mT.flatten(0, 1), graph * k + pair % k, generator)  # line 9
+    return graph, source, destination
+
+
+def pick(weights, rows, generator):
+    """For each entry of `rows` (E,) an index drawn in proportion to that row of weights (r, c)."""
+    return torch.multinomial(weights.double()[rows], 1, generator=generator)[:, 0]
 
 
 def test_algorithm_1_counts_and_merges():
@@ -367,21 +387,35 @@ def test_operator_declarations(operator):
     arguments = {
         "graph_attention": (q, k, v, w, z, *given),
         "graph_attention_backward": (*plain, *given, True),
-        "sample_graphs": (plain[4], plain[5], SEED, real, "exact", False, 0.1, 0, 2.0),
+        "sample_graphs": (plain[4], plain[5], SEED, real, "exact", False, 0.1, 0, 2.0, False),
     }[operator]
     result = torch.library.opcheck(getattr(torch.ops.subquad, operator).default, arguments)
     assert len(result) == 4 and set(result.values()) == {"SUCCESS"}
 
 
-def test_bernoulli_draws_the_same_graphs_on_every_device():
-    draw = torch.Generator().manual_seed(0)
-    w, z = (torch.rand(2, 2, 31, 3, generator=draw, dtype=torch.float64) for _ in range(2))
-    real = torch.rand(2, 31, generator=draw) < 0.7
-    for settings in (("bernoulli", True, 0.1, 1, 2.0), ("bernoulli", False, 0.0, -1, -1.0)):
-        drawn = sample(w / 3, z, SEED, real, Rules(*settings))
-        fields = (drawn.indptr, drawn.indices, drawn.mask, drawn.degrees, drawn.counts)
-        for x, y in zip(fields, plain_sampler.sample(w / 3, z, SEED, real, *settings), strict=True):
-            assert x.dtype == y.dtype and torch.equal(x, y)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("sampler", ["exact", "fastrg", "bernoulli"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_other_devices_draw_the_graphs_of_the_cpu(monkeypatch, causal, sampler, dtype):
+    """Dense and thinned rows, padding, exploration, pinned edges, lists and masks: every field of the sample."""
+    draw = torch.Generator().manual_seed(3)
+    w, z = (torch.rand(2, 3, 200, 8, generator=draw, dtype=dtype) for _ in range(2))
+    w = w * torch.logspace(-3, -1, 200, dtype=dtype)[:, None]  # from few edges to many
+    real = torch.rand(2, 200, generator=draw) > 0.2
+    kinds = set()
+    for switch, held in ((1 / 32, 2**22), (1e9, 2**12)):
+        monkeypatch.setattr(rules, "SWITCH", switch)
+        monkeypatch.setattr(plain_sampler, "HELD", held)
+        for settings in ((0.0, -1, 2.0, False), (0.05, 1, 0.1, True)):
+            for mask in (None, real):
+                drawn = sample(w, z, SEED, mask, Rules(sampler, causal, *settings))
+                fields = (drawn.indptr, drawn.indices, drawn.mask, drawn.degrees, drawn.counts)
+                for x, y in zip(
+                    fields, plain_sampler.sample(w, z, SEED, mask, sampler, causal, *settings), strict=True
+                ):
+                    assert x.dtype == y.dtype and torch.equal(x, y)
+                kinds |= {bool(drawn.counts[:, 0].any()), bool(drawn.mask.numel()), bool(drawn.indices.numel())}
+    assert kinds == {False, True}
 
 
 # ---- seeds, padding, precision ----

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import subquad
 from subquad.attention.base import Call
-from subquad.attention.csa import _best
 from subquad.kernels.clusters.meetings import meet
+from subquad.kernels.compressed.index import best
 from subquad.kernels.compressed.op import compressed
 from subquad.layers import MultiheadAttention
 
@@ -110,8 +110,8 @@ def test_nsa_branches_are_gated_and_selected_by_importance():
 def test_csa_prefers_the_earlier_of_equal_entries():
     scores = torch.tensor([[[1.0, 0.0, 0.0, 2.0, 0.0, 5.0]]])
     possible = torch.tensor([[[True, True, True, True, True, False]]])
-    assert _best(scores, possible, 3).tolist() == [[[True, True, False, True, False, False]]]
-    assert _best(scores, possible & False, 3).sum() == 0
+    assert best(scores, possible, 3).tolist() == [[[True, True, False, True, False, False]]]
+    assert best(scores, possible & False, 3).sum() == 0
 
 
 def test_csa_with_room_for_every_entry_does_not_ask_the_index():

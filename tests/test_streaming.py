@@ -147,15 +147,20 @@ def test_a_decode_step_compiles_into_one_graph(spec):
         torch._dynamo.reset()
 
 
-def test_a_layer_streams_and_its_decode_step_compiles():
+@pytest.mark.parametrize(
+    "spec",
+    ["composite-slice:slice_length=8", "hca:window=5,rate=8", "csa:window=5,rate=4,topk=3", "hca:window=3,rate=1"],
+)
+def test_a_layer_streams_and_its_decode_step_compiles(spec):
     torch.manual_seed(0)
-    about = {"batch_first": True, "attention": "composite-slice:slice_length=8", "causal": True}
+    about = {"batch_first": True, "attention": spec, "causal": True}
     layer = subquad.MultiheadAttention(16, 2, **about).double().eval()
     x = torch.randn(2, 41, 16, dtype=torch.float64)
     with torch.no_grad():
         whole, _ = layer(x, x, x, need_weights=False)
         y, state = layer.extend(x[:, :30], layer.start(2))
         close(y, whole[:, :30], 1e-9, "the first tokens")
+        state = state.reserve(41)
         torch._dynamo.reset()
         step = torch.compile(layer.extend, fullgraph=True, backend="eager")
         for i in range(30, 35):
@@ -182,6 +187,27 @@ def test_long_chunks_of_slices(options):
     got, want = torch.cat([*outs, y[:, 3:]], 1) * mask[..., None], whole * mask[..., None]
     close(got, want, 1e-9, "value")
     close(*(torch.autograd.grad(z.square().sum(), x, retain_graph=True)[0] for z in (got, want)), 1e-8, "gradient")
+
+
+@pytest.mark.parametrize("spec", ["hca:window=5,rate=8", "csa:window=7,rate=4,topk=3"])
+def test_long_chunks_of_entries(spec):
+    """Rings come round many times in a chunk; fewer key heads, dropout by positions, and values of half precision."""
+    torch.manual_seed(0)
+    about = {"batch_first": True, "attention": spec, "causal": True, "num_kv_heads": 1, "dropout": 0.3}
+    layer = subquad.MultiheadAttention(16, 2, **about).double()
+    x = torch.randn(2, 300, 16, dtype=torch.float64)
+    for part in (layer.train(), layer.eval()):
+        torch.manual_seed(3)
+        whole, _ = part(x, x, x, need_weights=False)
+        torch.manual_seed(3)
+        outs, state = [], part.start(2, rollback=3)
+        for a, b in ((0, 70), (70, 71), (71, 260), (260, 300)):
+            y, state = part.extend(x[:, a:b], state)
+            outs.append(y)
+        close(torch.cat(outs, 1), whole, 1e-9, "training" if part.training else "evaluation")
+    half = layer.to(torch.bfloat16)
+    y, state = half.extend(x[:, :20].bfloat16(), half.start(2))
+    assert y.dtype == torch.bfloat16 and torch.isfinite(half.extend(x[:, 20:21].bfloat16(), state)[0]).all()
 
 
 def test_half_precision_keeps_its_dtype():

@@ -14,7 +14,10 @@ same tokens, those that q_Ω asks for, and the sharper it asks (c, the option `s
 group stands for its most salient token. The residual maps begin as the identity (V = 0, b = 0, g = 1): a pretrained
 model that is given them computes what it computed with max or mean, and learns from there. The offset of the keys lets
 a head lean on summaries more or less: q_i·b is added to the logit of every group. `calibrate` makes the offset of the
-queries what the head asks on average. Grouped keys become one summary per query head.
+queries what the head asks on average.
+
+Grouped keys become one summary per query head, unless `shared_heads` neighbouring heads ask together, with the mean of
+their queries: where they also share their key and value, one summary serves them all.
 
 How the members of all groups are pooled at once is the kernels' business (`kernels.pools`).
 """
@@ -34,16 +37,21 @@ AnyKind = Literal[Kind, "attended", "residual-attended"]
 class Abstraction(nn.Module):
     """What is pooled (`features`) and how (`pool`); with DeepSets and residual maps these are its parameters."""
 
-    def __init__(self, kind: AnyKind, head_dim: int, num_heads: int = 1, sharpness: float = 1.0) -> None:
+    def __init__(
+        self, kind: AnyKind, head_dim: int, num_heads: int = 1, sharpness: float = 1.0, shared_heads: int = 1
+    ) -> None:
         super().__init__()
+        if num_heads % shared_heads:
+            raise ValueError(f"shared_heads must divide num_heads={num_heads}, not be {shared_heads}")
+        self.shared_heads = shared_heads
         self.kind, self.sharpness = kind, sharpness if kind.endswith("attended") else 1.0
         self.pool: Literal["max", "mean"] = "max" if kind.endswith("max") else "mean"
         if kind.startswith("deepsets"):
             self.query_weight = nn.Parameter(torch.empty(head_dim, head_dim))
             self.key_weight = nn.Parameter(torch.empty(head_dim, head_dim))
         elif kind.startswith("residual"):
-            self.query_map = Residual(num_heads, head_dim, self.sharpness)
-            self.key_map = Residual(num_heads, head_dim)
+            self.query_map = Residual(num_heads // shared_heads, head_dim, self.sharpness)
+            self.key_map = Residual(num_heads // shared_heads, head_dim)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -62,7 +70,10 @@ class Abstraction(nn.Module):
         return self.kind != self.pool  # all but max and mean
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """What the groups pool of the queries and of the keys, (B, H, n, d) each."""
+        """What the groups pool of the queries and of the keys, (B, H, n, d) each; H / shared_heads of them where so
+        many heads share their keys.
+        """
+        q = self._together(q, k.shape[1])
         if not self.learns:
             return q, k
         if self.kind.startswith("residual"):
@@ -70,6 +81,13 @@ class Abstraction(nn.Module):
         if self.attended:
             return q * self.sharpness, k
         return F.relu(q @ self.query_weight.to(q.dtype)), F.relu(k @ self.key_weight.to(k.dtype))
+
+    def _together(self, q: Tensor, key_heads: int) -> Tensor:
+        """The mean query of neighbouring heads, once where they share their keys, else for each of them."""
+        if self.shared_heads == 1:
+            return q
+        mean = q.unflatten(1, (-1, self.shared_heads)).mean(2)
+        return mean if mean.shape[1] % key_heads == 0 else mean.repeat_interleave(self.shared_heads, 1)
 
     @torch.no_grad()
     def calibrate(self, query: Tensor) -> None:
@@ -79,7 +97,7 @@ class Abstraction(nn.Module):
         """
         if not (self.attended and self.learns and self.kind.startswith("residual")):
             raise ValueError(f"abstraction={self.kind} has nothing to calibrate: it must be residual-attended")
-        self.query_map.offset.copy_(self.sharpness * query)
+        self.query_map.offset.copy_(self.sharpness * query.unflatten(0, (-1, self.shared_heads)).mean(1))
         self.query_map.gain.fill_(1.0)
 
     def extra_repr(self) -> str:
@@ -87,7 +105,9 @@ class Abstraction(nn.Module):
 
 
 class Residual(nn.Module):
-    """g x + b + ReLU(x U) V with g, b, U and V of each head: (B, H or H/g, …, d) → (B, H, …, d)."""
+    """g x + b + ReLU(x U) V with g, b, U and V of each head, or of neighbouring ones, or several of each x:
+    (B, h, …, d) → (B, max(h, H), …, d).
+    """
 
     def __init__(self, num_heads: int, head_dim: int, gain: float = 1.0) -> None:
         super().__init__()
@@ -98,9 +118,13 @@ class Residual(nn.Module):
         nn.init.normal_(self.inner, std=(2 / head_dim) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads, between = len(self.inner), x.shape[2:-1]
-        x = x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-        x = x.flatten(2, -2)  # (B, H, n, d)
-        inner, outer, offset, gain = (w.to(x.dtype) for w in (self.inner, self.outer, self.offset, self.gain))
+        heads, between = max(len(self.inner), x.shape[1]), x.shape[2:-1]
+        x = _heads(x, heads, 1).flatten(2, -2)  # (B, H, n, d)
+        weights = (self.inner, self.outer, self.offset, self.gain)
+        inner, outer, offset, gain = (_heads(w.to(x.dtype), heads, 0) for w in weights)
         out = gain[:, None, None] * x + offset[:, None] + F.relu(x @ inner) @ outer
         return out.unflatten(2, between)
+
+
+def _heads(x: Tensor, heads: int, dim: int) -> Tensor:
+    return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)

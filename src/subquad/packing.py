@@ -105,7 +105,7 @@ def packing_of(
     if begins is None or tracing:
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens: how many sequences there are is not known while a model is traced")
-        if key_mask is None or not (tracing or _gaps(key_mask)):
+        if key_mask is None or not (tracing or has_gaps(key_mask)):
             return None
         return _closed(key_mask, pad_left=pad_left)
     real = torch.ones_like(begins) if key_mask is None else key_mask
@@ -117,7 +117,7 @@ def packing_of(
     first[1:] = (row[1:] != row[:-1]) | begins.flatten().cumsum(0)[slots].diff().bool()
     starts = first.nonzero()[:, 0]
     if cu_seqlens is None and len(starts) == len(row.unique()):  # one sequence in each row: no need of all this
-        return _closed(key_mask, pad_left=pad_left) if key_mask is not None and _gaps(key_mask) else None
+        return _closed(key_mask, pad_left=pad_left) if key_mask is not None and has_gaps(key_mask) else None
     return _apart(slots, starts, shape, sharing)
 
 
@@ -177,9 +177,14 @@ def sequence_positions(cu_seqlens: Tensor, mask: Tensor | None, n: int) -> Tenso
     return (before - torch.where(begins, before, 0).cummax(1)[0]).clamp(min=0)
 
 
-def _gaps(key_mask: Tensor) -> bool:
+def has_gaps(key_mask: Tensor) -> bool:
     """Is there padding between the tokens of a row?"""
     return bool((key_mask.diff(dim=1) & key_mask[:, 1:]).sum(1).add(key_mask[:, 0]).gt(1).any())
+
+
+def closed_order(key_mask: Tensor, *, pad_left: bool = False) -> Tensor:
+    """The slots of each row, int64 (B, n): those of its real tokens in front, or behind with `pad_left`."""
+    return torch.argsort((key_mask if pad_left else ~key_mask).int(), dim=1, stable=True)
 
 
 def _closed(key_mask: Tensor, *, pad_left: bool = False) -> Packing:
@@ -187,7 +192,7 @@ def _closed(key_mask: Tensor, *, pad_left: bool = False) -> Packing:
     on the mask.
     """
     batch, n = key_mask.shape
-    order = torch.argsort((key_mask if pad_left else ~key_mask).int(), dim=1, stable=True)
+    order = closed_order(key_mask, pad_left=pad_left)
     first = torch.arange(batch, device=key_mask.device)[:, None] * n
     bucket = Bucket(order + first, key_mask.gather(1, order))
     return Packing((bucket,), (torch.argsort(order, dim=1) + first).flatten(), (batch, n))

@@ -21,10 +21,11 @@ from subquad.bench import Setting, Step, make_inputs, make_step
 from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention
 
-PATIENCE = {8192: 5.0, 32768: 0.8}  # seconds of a step beyond which a sequence up to so long is not measured
-LEAST = 0.04  # seconds that the calls of one measurement take together
+PATIENCE = {8192: 2.0, 32768: 0.8}  # seconds of a step beyond which a sequence up to so long is not measured
+LEAST = 0.1  # seconds that the calls of one measurement take together
 SHARED = 0.5  # the same for the projections, a part of every layer
-LONG = 0.2  # seconds from which one call is enough
+CALLS = 4  # at least so many, of which the best counts: a neighbour's burst spoils two or three in a row
+LONG = 0.2  # seconds from which half of them are enough
 CHUNK = 1024  # tokens of a chunk before a decode step
 ROOM = 64  # decode steps that a state has room for
 
@@ -42,7 +43,10 @@ class Projections(nn.Module):
         super().__init__()
         self.inner, self.outer = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
-    def forward(self, x: Tensor, *_: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
+    def forward(
+        self, x: Tensor, *_: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, None]:
+        """Called like a layer; there is no padding here, and there are no weights."""
         return self.outer(self.inner(x)[..., : x.shape[-1]]), None  # (B, n, E)
 
 
@@ -56,13 +60,13 @@ def make(subject: Subject, shape: Shape, *, backward: bool) -> Step:
 
 
 def best(call: Callable[[], object], least_seconds: float = LEAST) -> float:
-    """The shortest of the calls that fit into so many seconds, after one that warms up; at least one, and three where
-    that is cheap.
+    """The shortest of the calls that fit into so many seconds, after one that warms up; at least `CALLS`, or half of
+    them where they are long.
     """
     begun = time.perf_counter()
     call()
     first = last = time.perf_counter()
-    found, least = math.inf, 3 if first - begun < LONG else 1
+    found, least = math.inf, CALLS if first - begun < LONG else CALLS // 2
     while least > 0 or last - first < least_seconds:
         call()
         now = time.perf_counter()

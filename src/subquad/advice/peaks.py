@@ -3,7 +3,9 @@
     with Peaks() as peaks: peaks.measure(subject, shape, backward=True)    # {"peak": bytes, "kept": …, "parameters": …}
 
 `subquad bench` takes a fresh process for every number; starting one takes longer than most steps. Here one process
-answers all requests: before each it forgets what earlier calls have cached, and gives freed memory back.
+answers all requests: before each it forgets what earlier calls have cached, and gives freed memory back. Freed tensors
+go back to the system at once, whatever their size. By default glibc does that with those of more than 32 MiB only, and
+the holes that smaller ones leave would be counted as a need that grows with the length.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from subquad.core.options import split_spec
 
 MEASURED = (512, 2048, 8192)  # lengths, at the base size
 SMALL = 64  # tokens of a first step, which loads what is loaded once
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # bytes from which freed memory goes back to the system at once (glibc)
 
 
 class Peaks:
@@ -66,7 +69,7 @@ class Peaks:
             foreign = not module.startswith("subquad.")
             self.process = subprocess.Popen(
                 child_command("subquad.advice.peaks", str(torch.get_num_threads())),
-                env={**os.environ, "PYTHONPATH": child_paths(working_folder=foreign)},
+                env={**os.environ, **RETURNED, "PYTHONPATH": child_paths(working_folder=foreign)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

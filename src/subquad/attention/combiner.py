@@ -65,9 +65,8 @@ class Combiner(Attention):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        self.abstraction = Abstraction(
-            options.abstraction, options.head_dim, options.num_heads, getattr(options, "sharpness", 1.0)
-        )
+        sharpness, shared = getattr(options, "sharpness", 1.0), getattr(options, "shared_heads", 1)
+        self.abstraction = Abstraction(options.abstraction, options.head_dim, options.num_heads, sharpness, shared)
         partition = self.make_partition(options)
         if options.max_length is not None:
             partition = partition.sized(options.max_length)
@@ -130,7 +129,7 @@ class Combiner(Attention):
     def make_memory(self, margin: int) -> Memory:
         if self.partition.kept(margin) is None:
             return super().make_memory(margin)
-        return Summaries(self.partition, self.options.num_heads, margin)
+        return Summaries(self.partition, self.options.num_heads, margin, self.abstraction.shared_heads)
 
     def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """The same on a part of a sequence: a span that two processes share moves to one of them, then only summaries

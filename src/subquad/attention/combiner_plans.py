@@ -83,6 +83,7 @@ class CombinerWindow(Combiner):
         sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
         window: int = option(256, "a query sees at least this many tokens directly, itself included", ge=1)
         sinks: int = option(4, "that many first tokens are direct for everyone", ge=0)
+        shared_heads: int = option(1, "that many neighbouring heads ask for a summary together", ge=1)
 
     @property
     def exponent(self) -> float:

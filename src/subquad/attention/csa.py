@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Call
 from subquad.attention.hca import HCA, CompressedOptions, Compressor, project, rotate
+from subquad.attention.states.state import Buffers
 from subquad.core.options import option
 from subquad.kernels.compressed import index_choice
 
@@ -39,10 +40,12 @@ class Index(nn.Module):
         self.compress = Compressor(width, size, options.rate, overlap=True, options=self.options)
 
     @torch.no_grad()
-    def choose(self, x: Tensor, small: Tensor, possible: Tensor, count: int) -> Tensor:
-        """The entries that the queries of tokens x (B, n, E) see, bool (B, n, m), from the small entries (B, m, c)."""
+    def choose(self, x: Tensor, place: Tensor, small: Tensor, possible: Tensor, count: int) -> Tensor:
+        """The entries that the queries of tokens x (B, n, E) at positions (n,) or (B, n) see, bool (B, n, m), from the
+        small entries (B, m, c).
+        """
         u = project(x, self.queries).unflatten(-1, (-1, self.options.head_dim)).transpose(1, 2)  # (B, h, n, c)
-        u = rotate(u, torch.arange(x.shape[1], device=x.device), self.options)
+        u = rotate(u, place if place.dim() == 1 else place[:, None], self.options)
         return index_choice(u, project(x, self.gates).mT, small, possible, count)
 
 
@@ -82,7 +85,20 @@ class CSA(HCA):
             return possible
         with torch.no_grad():
             small = self.index.compress(y, call.key_mask).rows  # (B, m, c)
-        return self.index.choose(x, small, possible.expand(len(x), -1, -1).contiguous(), count)
+        place = torch.arange(x.shape[1], device=x.device)
+        return self.index.choose(x, place, small, possible.expand(len(x), -1, -1).contiguous(), count)
+
+    @property
+    def compressors(self) -> dict[str, Compressor]:
+        return {"entries": self.compress, "small": self.index.compress}
+
+    def chosen(self, x: Tensor, position: Tensor, buffers: Buffers, possible: Tensor) -> Tensor:
+        count, m = self.options.topk, possible.shape[2]
+        if m <= count:
+            return possible
+        small = buffers["small"][:, 0, :m]  # (B, m, c)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.index.choose(x.to(small.dtype), position, small, possible.contiguous(), count)
 
     def picture(self, n: int) -> Tensor:
         """With the latest entries, which overlap by a block; the real ones depend on the tokens."""

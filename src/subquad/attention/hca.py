@@ -28,9 +28,14 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Call, Capabilities, Record, Rows, repeat_heads
 from subquad.attention.full import drop_keys
+from subquad.attention.states import entrance
+from subquad.attention.states.compressed import Compressed
+from subquad.attention.states.state import Buffers, Memory
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.compressed import compressed_attention
+
+Pair = tuple[Tensor, Tensor]  # of the tokens in the window, and of the entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +77,8 @@ class Compressor(nn.Module):
         self.bias = nn.Parameter(torch.zeros(rate, both))  # b
         self.norm = nn.Parameter(torch.ones(head_dim))
 
-    def forward(self, x: Tensor, real: Tensor | None) -> Entries:
-        """In the arithmetic of x; real bool (B, n) or None."""
+    def forward(self, x: Tensor, real: Tensor | None, first: Tensor | None = None) -> Entries:
+        """In the arithmetic of x; real bool (B, n) or None. The tokens begin with block `first` (B,) of their row."""
         (batch, n, _), rate = x.shape, self.rate
         count = n // rate
         blocks = x[:, : count * rate]
@@ -86,7 +91,8 @@ class Compressor(nn.Module):
             there = torch.cat((_later(there), there), 2)  # (B or 1, m, 2r)
         z = z.masked_fill(~there[..., None], torch.finfo(x.dtype).min)
         rows = rms_norm((z.softmax(2) * there[..., None] * c).sum(2), self.norm, self.options.epsilon)  # (B, m, d)
-        rows = rotate(rows, torch.arange(count, device=x.device) * rate, self.options)
+        block = torch.arange(count, device=x.device)
+        rows = rotate(rows, (block if first is None else first[:, None] + block) * rate, self.options)
         own = there[..., rate:] if self.overlap else there  # the block itself
         return Entries(rows, own.any(-1).expand(batch, count))
 
@@ -94,7 +100,7 @@ class Compressor(nn.Module):
 class HCA(Attention):
     __doc__ = __doc__
 
-    capabilities = Capabilities(streaming=False, bidirectional=False, level="layer", weights=False)
+    capabilities = Capabilities(bidirectional=False, level="layer", weights=False)
     family = "compressed"
     paper = "DeepSeek-V4"
     cost = "n·(window + n/rate)"
@@ -129,17 +135,23 @@ class HCA(Attention):
         self._check(query, key, key_mask)
         rows = Rows.of(key_mask, align=True)
         x, y = (_clean(rows.align(t[:, None])[:, 0], rows.key_mask) for t in (query, key))  # (B, n, E)
-        call, kind = self._call(rows, seed, query.shape[1]), query.dtype
-        work = torch.promote_types(kind, torch.float32)
-        q, k = project.queries(x).to(work), project.keys(y).to(work)  # (B, H, n, d), (B, H or fewer, n, d)
-        with torch.autocast(query.device.type, enabled=False):
-            out = self._attend(q, k, x.to(work), y.to(work), call)
-        return rows.restore(out.to(kind)).transpose(1, 2).flatten(2), Record()
+        out = self._attend(x, y, project, self._call(rows, seed, query.shape[1]))
+        return rows.restore(out).transpose(1, 2).flatten(2), Record()
 
-    def _attend(self, q: Tensor, k: Tensor, x: Tensor, y: Tensor, call: Call) -> Tensor:
+    def heads(self, x: Tensor, place: Tensor, project: Any, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Queries (B, H, n, d) of tokens x and near keys (B, H or fewer, n, d) of y, at positions (n,) or (B, n)."""
+        o, work = self.options, torch.promote_types(x.dtype, torch.float32)
+        q, k = project.queries(x).to(work), project.keys(x if y is None else y).to(work)
+        place = place if place.dim() == 1 else place[:, None]
+        return rotate(rms_norm(q, None, o.epsilon), place, o), rotate(rms_norm(k, self.norm, o.epsilon), place, o)
+
+    def _attend(self, x: Tensor, y: Tensor, project: Any, call: Call) -> Tensor:
+        q, k = self.heads(x, torch.arange(x.shape[1], device=x.device), project, y)
+        with torch.autocast(x.device.type, enabled=False):
+            return self._attend_heads(q, k, x.to(q.dtype), y.to(q.dtype), call).to(x.dtype)
+
+    def _attend_heads(self, q: Tensor, k: Tensor, x: Tensor, y: Tensor, call: Call) -> Tensor:
         o, place = self.options, torch.arange(q.shape[2], device=q.device)
-        q = rotate(rms_norm(q, None, o.epsilon), place, o)
-        k = rotate(rms_norm(k, self.norm, o.epsilon), place, o)
         entries, exist = self.compress(y, call.key_mask)
         entries = entries[:, None]  # (B, 1, m, d)
         seen = self._seen(x, y, exist, call)  # (B, n, m)
@@ -161,6 +173,62 @@ class HCA(Attention):
         if call.lengths is not None:
             seen = seen & (place < call.lengths[:, None])[..., None]
         return seen
+
+    # ---- streaming ----
+
+    @property
+    def compressors(self) -> dict[str, Compressor]:
+        """What makes entries, by the names of the buffers that a state keeps them in."""
+        return {"entries": self.compress}
+
+    def make_memory(self, margin: int) -> Memory:
+        return Compressed(self.options, margin, overlap=self.overlap)
+
+    def kept_keys(self, n: int) -> float:
+        """The tokens that the window or the next entry needs, and the entries."""
+        o = self.options
+        return max(o.window, (1 + self.overlap) * o.rate) + n / o.rate
+
+    def extend_tokens(self, query, project, state, key_mask=None):
+        self._check(query, query, key_mask)
+        entrance.check_state(self, state, query)
+        x = query[:, None]  # (B, 1, t, E)
+        chunk, shift = entrance.arranged(state, (x, x, x), key_mask)
+        chunk = chunk._replace(q=chunk.k)  # a token is all three
+        entrance.check_length(self, state, chunk)
+        state = entrance.recomputed(self, state, project)
+        out, buffers = state.memory.extend(self, chunk, state, project)  # (B, H, t, d)
+        out = entrance.moved_back(out, shift).transpose(1, 2).flatten(2)
+        return out, entrance.extended(state, chunk, buffers)
+
+    def extend(self, q, k, v, state, *, key_mask=None):
+        return self.attend(q, k, v, None)  # raises, and says who can
+
+    def attend_aligned_tokens(
+        self, x: Tensor, project: Any, real: Tensor | None, lengths: Tensor, seed: Tensor | None
+    ) -> Tensor:
+        """Tokens (B, n, E) of rows that begin at slot 0 and have `lengths` positions, real (B, n) of them."""
+        rows = Rows(real, None if real is None else lengths, None, None)
+        return self._attend(x, x, project, self._call(rows, seed, x.shape[1]))
+
+    def chosen(self, x: Tensor, position: Tensor, buffers: Buffers, possible: Tensor) -> Tensor:
+        """Which of the possible entries the queries of tokens x (B, t, E) see, bool (B, t, m)."""
+        return possible
+
+    def attend_near_and_far(self, q: Tensor, keys: Pair, values: Pair, seen: Pair, position: Tensor) -> Tensor:
+        """New queries at positions (B, t) to kept tokens and entries, as far as they are seen: bool (B, t, m) each."""
+        (b, h, t, _), sizes = q.shape, [k.shape[2] for k in keys]
+
+        def by_group(x: Tensor, k: Tensor) -> Tensor:  # (B, H, t, …) → (B, G, H/G·t, …): heads that share keys
+            return x.reshape(b, k.shape[1], h // k.shape[1] * t, x.shape[3])
+
+        with torch.autocast(q.device.type, enabled=False):
+            scores = torch.cat([(by_group(q, k) @ k.mT).view(b, h, t, k.shape[2]) for k in keys], -1)
+            scores = (scores * self.options.softmax_scale).masked_fill(~torch.cat(seen, -1)[:, None], -torch.inf)
+            sink = self.sinks.to(q.dtype)[:, None, None].expand(b, h, t, 1)
+            parts = torch.cat((scores, sink), -1).softmax(-1)[..., :-1].split(sizes, -1)
+            near, far = ((by_group(w, v) @ v).view(q.shape) for w, v in zip(parts, values, strict=True))
+            return rotate(near + far, -position[:, None], self.options)
 
     def _check(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> None:
         self._validate_lengths(query.shape[1], key.shape[1])
@@ -259,12 +327,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
 
 
 def rotate(x: Tensor, place: Tensor, options: Any) -> Tensor:
-    """The last channels of x (…, n, d), in pairs of neighbours, by the angles of the positions `place` (n,)."""
+    """The last channels of x (…, n, d), in pairs of neighbours, by the angles of the positions `place` (…, n)."""
     width = options.rotated
     if not width:
         return x
     steps = torch.arange(0, width, 2, dtype=x.dtype, device=x.device) / width
-    angle = place[:, None].to(x.dtype) * options.theta**-steps  # (n, width/2)
+    angle = place[..., None].to(x.dtype) * options.theta**-steps  # (…, n, width/2)
     cos, sin = angle.cos(), angle.sin()
     a, b = x[..., -width::2], x[..., 1 - width :: 2]
     turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)

@@ -1,4 +1,4 @@
-"""Performer: softmax attention in expectation, through positive orthogonal random features (FAVOR+).
+"""Performer (Choromanski et al. 2021): softmax attention in expectation, through positive orthogonal random features.
 
     e^(q·k·scale) = E_ω[ φ(q)·φ(k) ]          φ(x)_f = e^(ω_f·x' - |x'|²/2) / √r,     x' = √scale · x
 

@@ -94,15 +94,21 @@ def summarise_shard(module: Any, text: str, number: int, group_set: GroupSet, fe
     first, last = whole[shard.rank]
     about = {"pool": module.abstraction.pool, "key_mask": shard.masked((first, last)), "lengths": None}
     count = spans[shard.rank][1] - spans[shard.rank][0]
-    query, key = (
-        span_pool(x, size, skip=max(0, skip - first), **about)[:, :, :count] for x in shard.move(features, cut, whole)
-    )  # (B, H, spans, d)
+    fq, fk = shard.move(features, cut, whole)
+    query = span_pool(fq, size, skip=max(0, skip - first), **about)[:, :, :count]  # (B, H, spans, d)
     alive = None if shard.key_mask is None else spans_with_members(shard.key_mask, size, skip)
     alive = None if alive is None else alive[:, :, : -(-shard.n // size)]
-    which, below = f"members:{number}", [sources[group_set.below]]
-    scale = module.options.softmax_scale
-    value = shard.merge(query, below, text, which, call, queries=spans, scale=scale, dropout=False)
-    return key, value, alive, spans
+    keys, values, *where = sources[group_set.below]
+
+    def find(x: Tensor) -> Tensor:
+        asked = {"queries": spans, "scale": module.options.softmax_scale, "dropout": False}
+        return shard.merge(query, [(keys, x, *where)], text, f"members:{number}", call, **asked)
+
+    if module.abstraction.attended:
+        key = find(features[1])
+    else:
+        key = span_pool(fk, size, skip=max(0, skip - first), **about)[:, :, :count]
+    return key, find(values), alive, spans
 
 
 # ---- binary blocks ------------------------------------------------------------------------------------------

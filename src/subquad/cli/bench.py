@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from click.core import ParameterSource
 
 from subquad.attention.registry import check_name
 
@@ -159,7 +158,7 @@ def bench(
 
 def refuse_what_does_not_go_together(context: typer.Context) -> str | None:
     """The measurement of its own that was asked for, None for the ordinary one. A flag it would ignore is an error."""
-    given = [name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+    given = [name for name in context.params if _was_given(context, name)]
     special = [name for name in TAKES if name in given]
     if len(special) > 1:
         raise typer.BadParameter(
@@ -172,6 +171,12 @@ def refuse_what_does_not_go_together(context: typer.Context) -> str | None:
         if kind is not None and name != kind and name not in TAKES[kind]:
             raise typer.BadParameter(f"{_flag(kind)} does not go with {_flag(name)}: leave one of them out")
     return kind
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    """By the name of its source: typer may bring its own copy of click, whose enumeration is another one."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _flag(name: str) -> str:

@@ -48,13 +48,12 @@ def convert(
     from subquad.hf.loading import load, save
 
     found, tokenizer = load(model)
-    before = sum(p.numel() for p in found.parameters())
     hf.convert(found, attention, layers=numbers)
-    new = sum(p.numel() for p in found.parameters()) - before
     save(found, tokenizer, folder)
-    made = hf.converted_layers(found)
-    count = sum(mechanism is not None for mechanism in made.values())
-    out().print(f"{count} of {len(made)} layers converted to {attention}; {new:,} new parameters", soft_wrap=True)
+    every = hf.converted_layers(found)
+    made = [mechanism for mechanism in every.values() if mechanism is not None]
+    new = sum(p.numel() for mechanism in made for p in mechanism.parameters())
+    out().print(f"{len(made)} of {len(every)} layers converted to {attention}; {new:,} new parameters", soft_wrap=True)
     out().print(f"model: {folder}", soft_wrap=True)
 
 

@@ -94,6 +94,11 @@ def streams(seed: Tensor, instances: Tensor, rows: Tensor) -> Tensor:
     return _mix(_mix(seed + _GAMMA * (instances + 1)) + _GAMMA * (rows + 1))
 
 
+def uniforms(state: Tensor, steps: Tensor) -> Tensor:
+    """Number `steps` of splitmix64's sequence of a stream, int64 tensors that broadcast: float64 in (0, 1]."""
+    return (_shift(_mix(state + _GAMMA * steps), 11).double() + 1) * 2.0**-53
+
+
 def chances(state: Tensor, columns: Tensor) -> Tensor:
     """`chance` for streams and entries, int64 tensors that broadcast: float32."""
     low = 0xFFFFFFFF

@@ -65,6 +65,54 @@ def _moved(group: Group, xs: Sequence[Tensor], have: Cut, want: Cut) -> list[Ten
     return out
 
 
+# ---- tokens in another order ----------------------------------------------------------------------------------------
+
+
+def reorder(group: Group, x: Tensor, order: Tensor, slots: Sequence[Tensor]) -> Tensor:
+    """(B, t, …) → (B, t, …): place c of row b gets what stood in slot order[b, c] of the whole row.
+
+    order (B, n) is a permutation of every row, the same in all processes; `slots`: which slots each process has, (t,).
+    """
+    return _Reorder.apply(group, x, order, slots)
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, x: Tensor, order: Tensor, slots: Sequence[Tensor]) -> Tensor:
+        ctx.group, ctx.order, ctx.slots = group, order, slots
+        return _reordered(group, x, order, slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, _reordered(ctx.group, grad, torch.argsort(ctx.order, dim=1), ctx.slots), None, None
+
+
+def _reordered(group: Group, x: Tensor, order: Tensor, slots: Sequence[Tensor]) -> Tensor:
+    me, everyone = group.rank, range(group.size)
+    owner, place = torch.empty_like(order[0]), torch.empty_like(order[0])  # (n,): who has a slot, and where
+    for r, own in enumerate(slots):
+        owner[own], place[own] = r, torch.arange(len(own), device=own.device)
+    wanted = [order[:, own] for own in slots]  # [process]: the slots that go there, (B, t)
+    pieces, row = [], torch.arange(len(x), device=x.device)[:, None].expand_as(order)
+    for r in everyone:
+        here = owner[wanted[r]] == me  # (B, t)
+        pieces.append(x[row[:, : here.shape[1]][here], place[wanted[r][here]]])  # (count, …), row by row
+    from_where = owner[wanted[me]]  # (B, t)
+    sizes = [int((from_where == r).sum()) for r in everyone]
+    pending = group.exchange(
+        [[pieces[r]] if r != me else [] for r in everyone],
+        [[(sizes[r], *x.shape[2:])] if r != me else [] for r in everyone],
+        x,
+    )
+    out = torch.empty_like(x)
+    out[from_where == me] = pieces[me]
+    received = pending.wait()
+    for r in everyone:
+        if r != me:
+            out[from_where == r] = received[r][0]
+    return out
+
+
 # ---- small tensors of the same shape in every process ---------------------------------------------------------------
 
 

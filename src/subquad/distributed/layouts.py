@@ -59,7 +59,11 @@ class Layout:
 
     def places(self, device: torch.device | None = None) -> Tensor:
         """The numbers of this process's slots, (t,)."""
-        return self.take(torch.arange(self.n, device=device)[None])[0]
+        return self.slots(device)[self.group.rank]
+
+    def slots(self, device: torch.device | None = None) -> list[Tensor]:
+        """The numbers of the slots of every process, (t,) each."""
+        return [torch.cat([torch.arange(lo, hi, device=device) for lo, hi in some]) for some in self.ranges]
 
     def joined(self, x: Tensor) -> Tensor:
         """(B, t, …) of every process as a whole (B, n, …). No gradient."""

@@ -14,6 +14,7 @@ from subquad.attention.registry import available, mechanism
 from subquad.core.hashing import dropout_factors
 from subquad.distributed import exchange
 from subquad.distributed.across import Across
+from subquad.distributed.gaps import Closing
 from subquad.distributed.groups import Group
 from subquad.distributed.layouts import Layout, _current, agree, current
 
@@ -179,7 +180,8 @@ class _Hooks:
 
     def __init__(self, group: Group, zigzag: bool) -> None:
         self.group, self.zigzag = group, zigzag
-        self.stack: list[tuple[Any, bool]] = []  # of calls under way: the token of the layout, whether to add losses
+        # of calls under way: the token of the layout, whether to add losses, how gaps were closed
+        self.stack: list[tuple[Any, bool, Closing | None]] = []
 
     def __deepcopy__(self, memo: Any) -> _Hooks:
         return _Hooks(self.group, self.zigzag)
@@ -203,13 +205,17 @@ class _Hooks:
         mask = None if mask is None else mask.bool()
         layout = agree(self.group, main.shape[1], main.shape[0], mask, int(draw_seed()), self.zigzag)
         _check_length(model, layout)
-        _check_holes(layout)
+        _check_packed(given, layout)
         if model.training and any(_draws(part) for part in model.modules()):
             torch.manual_seed(layout.seed)  # all processes now draw the same seeds, and drop by position
         if given.get("position_ids") is None and "position_ids" in names:
             given["position_ids"] = layout.positions(main.device)
         per_token = self._labels(model, given, layout, main)
-        self.stack.append((_current.set(layout), per_token))
+        closing = Closing.of(layout) if _closes_gaps(model) else None
+        if closing is not None:
+            layout = closing.inside
+            given = {name: closing.close(x) for name, x in given.items()}
+        self.stack.append((_current.set(layout), per_token, closing))
         return (), given
 
     def _labels(self, model: nn.Module, given: dict[str, Any], layout: Layout, main: Tensor) -> bool:
@@ -237,9 +243,13 @@ class _Hooks:
     def after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self.stack:  # `before` has raised
             return output
-        token, per_token = self.stack.pop()
+        token, per_token, closing = self.stack.pop()
         _current.reset(token)
-        if not per_token or output is None:
+        if output is None:
+            return output
+        if closing is not None:
+            output = _mapped(output, closing.open)
+        if not per_token:
             return output
         if isinstance(output, tuple):
             return exchange.total(self.group, output[0]), *output[1:]
@@ -262,17 +272,32 @@ def _draws(part: nn.Module) -> bool:
     return (isinstance(part, nn.Dropout) and part.p > 0) or (isinstance(part, Attention) and part.is_random)
 
 
-def _check_holes(layout: Layout) -> None:
-    """Models close the gaps inside a row, which would move tokens between processes."""
-    if layout.key_mask is None:
-        return
-    real = layout.key_mask.int()
-    last = real.shape[1] - 1 - real.flip(1).argmax(1)
-    if bool((real.sum(1) > 0).logical_and(real.sum(1) != last - real.argmax(1) + 1).any()):
+def _closes_gaps(model: nn.Module) -> bool:
+    """Does the model put the real tokens of a row together before its attention sees them?"""
+    return any(getattr(part, "closes_gaps", False) for part in model.modules())
+
+
+def _check_packed(given: Mapping[str, Any], layout: Layout) -> None:
+    """Refuse rows that hold several sequences."""
+    positions: Any = given.get("position_ids")
+    packed = given.get("cu_seqlens") is not None
+    if not packed and positions is not None and positions.dim() == 2:
+        begins = layout.joined((positions == 0).byte()).bool()  # (B or 1, n)
+        packed = bool((begins if layout.key_mask is None else begins & layout.key_mask).sum(1).gt(1).any())
+    if packed:
         raise ValueError(
-            "attention_mask: padding inside a row is not supported where a sequence is divided among processes; "
-            "pad on the left or on the right"
+            "a packed batch cannot be divided among processes (position_ids restart at 0, or cu_seqlens is given): "
+            "give every sequence a row of its own"
         )
+
+
+def _mapped(output: Any, change: Any) -> Any:
+    """The tensors of a model's output, one by one."""
+    if isinstance(output, Mapping):
+        for key in list(output):
+            output[key] = change(output[key])
+        return output
+    return change(output)
 
 
 def _check_length(model: nn.Module, layout: Layout) -> None:

@@ -7,6 +7,7 @@ launch raises an error that says what to do.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -17,13 +18,36 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from numba.core import event
 from numba.extending import overload
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # without nnan and ninf: -inf and NaN keep their meaning
 _INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # only kernels call them
 inline = numba.njit(fastmath=FAST, error_model="numpy", forceinline=True, **_INSIDE)
+pasted = numba.njit(fastmath=FAST, error_model="numpy", inline="always", **_INSIDE)  # long functions, used once
 called = numba.njit(fastmath=FAST, error_model="numpy", **_INSIDE)  # long functions, used often: compiled once
-kernel = numba.njit(fastmath=FAST, error_model="numpy", parallel=True, cache=True)
+kernel = numba.njit(fastmath=FAST, error_model="numpy", parallel=True, cache=True)  # short ones, with a prange
+
+
+class Announcement(event.Listener):
+    """Says once that kernels are being compiled: the first call of a mechanism then takes seconds."""
+
+    said = False
+
+    def on_start(self, event: event.Event) -> None:
+        if self.said or not event.data["dispatcher"].py_func.__module__.startswith("subquad."):
+            return
+        self.said = True
+        logging.getLogger("subquad").warning(
+            "subquad compiles its CPU kernels for this machine, which takes some seconds; later runs load them from "
+            "Numba's cache."
+        )
+
+    def on_end(self, event: event.Event) -> None:
+        pass
+
+
+event.register("numba:compile", Announcement())
 
 _one_at_a_time = threading.RLock()
 _state = {"layer": "", "forked": False}  # the threading layer is known once a kernel has run
@@ -85,7 +109,7 @@ def run_rows(function: Callable, shape: tuple[int, ...], *arguments: object) -> 
     instances, n = shape[:2]
     with launch() as workers:
         rows = max(1, min(64, instances * n // (4 * workers)))
-        function(instances * -(-n // rows), rows, workers, *arguments)
+        function(workers, instances * -(-n // rows), rows, *arguments)
 
 
 def exp(x):

@@ -32,6 +32,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # Trainer: `num_items_in_batch`
     shared_tables: Mapping[str, str] = MappingProxyType({})  # of the layers of this model, see `shared_positions`
+    closes_gaps = True  # padding between tokens: attention sees the real ones together (`subquad.packing`)
     _supports_sdpa = True  # the mechanisms choose their own kernels; the flag is transformers' way of asking
     _no_split_modules: ClassVar[list[str]] = ["Block", "DecoderBlock"]
 

@@ -1,13 +1,15 @@
 """What converting a real pretrained model costs and saves: the page behind docs/conversion.md.
 
-One book gives the losses, of the original and of each conversion; the speed of reading a prompt (prefill) and of
-writing a token after it (decode) is measured side by side in one process. Nothing is trained here.
+Texts give the losses of the original, of a window with sinks alone, of each conversion and of an adapted model; the
+speed of reading a prompt (prefill) and of writing a token after it (decode) is measured side by side in one process.
+Nothing is trained here. What is in the file of numbers is not measured again.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
@@ -27,9 +29,13 @@ from subquad.hf.loading import load
 from subquad.hf.original import original
 from subquad.hf.passkey import passkey
 from subquad.hf.perplexity import measure
+from subquad.studies.conversion_tables import ALONE, SHOWN
 
-WINDOW = "combiner-window:span=32,window=256,sinks=4"
-SPECS = (f"{WINDOW},abstraction=mean", f"{WINDOW},abstraction=attended")
+SPAN, NEAR, SINKS = 32, 256, 4
+WINDOW = f"combiner-window:span={SPAN},window={NEAR},sinks={SINKS}"
+DIRECT = f"longformer:window={2 * (NEAR - 1) + SPAN},global_tokens={SINKS}"  # what WINDOW sees directly on average
+BEYOND = NEAR + SPAN  # no token before this place sees a summary
+DEPTHS = (0.1, 0.3, 0.5, 0.7)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -40,49 +46,109 @@ def add_to(app: typer.Typer) -> None:
 
 def conversion(
     model: Annotated[Path, typer.Argument(help="Folder of a transformers language model, or a .gguf file.")],
-    text: Annotated[Path, typer.Option(help="A text file; the part behind --start is read.")],
+    text: Annotated[str, typer.Option(help="Comma-separated text files; the part behind --start is read.")],
     folder: Annotated[Path, typer.Option("--out", help="Folder for the page and its numbers.")] = Path("out/demo"),
-    n: Annotated[int, typer.Option(min=16, help="Tokens of the text.")] = 2048,
+    attention: Annotated[
+        list[str] | None, typer.Option("--attention", help="SPEC of a conversion; may be repeated.")
+    ] = None,
+    adapted: Annotated[Path | None, typer.Option(help="Folder of an adapted model, measured too.")] = None,
+    n: Annotated[int, typer.Option(min=2, help="Tokens of each text.")] = 2048,
     start: Annotated[int, typer.Option(min=0, help="Character at which to begin.")] = 20000,
-    speed: Annotated[int, typer.Option(min=16, help="Tokens of the prompt whose speed is measured.")] = 4096,
+    speed: Annotated[str, typer.Option(help="Comma-separated lengths of prompts whose speed is measured.")] = "4096",
+    hidden: Annotated[int, typer.Option(min=0, help="Tokens of a text with a hidden number; 0 = none.")] = 1024,
+    tries: Annotated[int, typer.Option(min=1, help="Numbers hidden at each depth.")] = 2,
 ) -> None:
-    """Convert a pretrained model and measure it beside the original: loss, mass on summaries, speed, hidden number."""
+    """Convert a pretrained model and measure it beside the original: losses, speed, cache, hidden numbers.
+
+    Run the same command again to resume it, or with more texts, attentions or lengths to add them.
+    """
     from subquad.training.quiet import quiet
 
     quiet()
     found, tokenizer = load(model)
-    ids = texts.window(texts.read(text), tokenizer, max(n, speed), start)
-    rows = losses(found, ids[:, :n])
-    hf.convert(found, SPECS[-1])
-    err().print("reading and writing …")
-    result = {"model": model.name, "n": n, "rows": rows, "speed": speeds(found, ids[:, :speed])}
-    result["passkey"] = {
-        name: [one._asdict() for one in passkey(found, tokenizer, n, (0.0, 0.5, 0.9, 1.0), full=name == "original")]
-        for name in ("original", "converted")
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "conversion.json", json.dumps(result, indent=1) + "\n")
-    write_atomically(folder / "conversion.md", page(result))
-    out().print(page(result), soft_wrap=True)
+    specs = list(attention or default_specs(found))
+    kept = Measurements(folder / "conversion.json", model.name)
+    ids = {}
+    for name in text.split(","):
+        path = Path(name.strip())
+        ids[path.stem] = texts.window(texts.read(path), tokenizer, n, start)
+    lengths = [int(piece) for piece in speed.split(",") if piece.strip()]
+    source = texts.read(Path(text.split(",")[0].strip()))
+    for one, label in variants(found, specs, adapted):
+        measure_losses(kept, one, label, ids)
+        if label == specs[-1]:
+            measure_speeds(kept, one, label, [texts.window(source, tokenizer, length, start) for length in lengths])
+        if hidden:
+            measure_passkeys(kept, one, label, tokenizer, hidden, tries)
+    write_atomically(folder / "conversion.md", page(kept.data))
+    out().print(page(kept.data), soft_wrap=True)
     out().print(f"page: {folder / 'conversion.md'}", soft_wrap=True)
 
 
-def losses(model: Any, ids: Tensor) -> list[dict[str, Any]]:
-    """The original and each conversion on the same tokens."""
-    rows = []
-    for spec in ("full", *SPECS):
-        err().print(f"{spec} …")
-        if spec != "full":
-            hf.convert(model, spec)
-        one = measure(model, ids)
-        rows.append({"attention": spec, "loss": one.loss(), "second half": one.loss(ids.shape[1] // 2)})
-        rows[-1] |= {"mass": one.mass, "by position": one.by_position()}
-    return rows
+def default_specs(model: Any) -> list[str]:
+    """Means, attended summaries of every head, and those that the heads of a key share."""
+    config = model.config
+    shared = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    own = f"{WINDOW},abstraction=attended"
+    return [f"{WINDOW},abstraction=mean", own, *([f"{own},shared_heads={shared}"] if shared > 1 else [])]
+
+
+def variants(model: Any, specs: Sequence[str], adapted: Path | None) -> Iterator[tuple[Any, str]]:
+    """The original, a window with sinks alone, each conversion, and the adapted model."""
+    yield hf.revert(model), "full"
+    yield hf.convert(model, DIRECT), ALONE
+    for spec in specs:
+        yield hf.convert(model, spec), spec
+    if adapted is not None:
+        yield load(adapted)[0], f"adapted: {adapted.name}"
+
+
+class Measurements:
+    """Rows of numbers in a file; one that is there is not measured again."""
+
+    def __init__(self, path: Path, model: str) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"model": model, **{kind: [] for kind in SHOWN}}
+        if path.exists():
+            self.data = json.loads(path.read_text())
+            if self.data["model"] != model:
+                raise ValueError(f"{path} is about {self.data['model']}, not {model}: choose another folder")
+
+    def add(self, kind: str, key: dict[str, Any], get: Callable[[], dict[str, Any]]) -> None:
+        if any(all(row.get(name) == value for name, value in key.items()) for row in self.data[kind]):
+            return
+        err().print(f"{kind}: {', '.join(str(value) for value in key.values())} …", soft_wrap=True)
+        self.data[kind].append({**key, **get()})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, json.dumps(self.data, indent=1) + "\n")
+
+
+def measure_losses(kept: Measurements, model: Any, label: str, ids: dict[str, Tensor]) -> None:
+    for name, tokens in ids.items():
+
+        def get(tokens: Tensor = tokens) -> dict[str, Any]:
+            one = measure(model, tokens)
+            losses = {"loss": one.loss(), "beyond": one.loss(min(BEYOND, tokens.shape[1] // 2))}
+            return {**losses, "mass": one.mass, "by position": one.by_position()}
+
+        kept.add("losses", {"attention": label, "text": name, "n": tokens.shape[1]}, get)
+
+
+def measure_speeds(kept: Measurements, model: Any, label: str, prompts: Sequence[Tensor]) -> None:
+    for ids in prompts:
+        kept.add("speeds", {"attention": label, "n": ids.shape[1]}, lambda ids=ids: speeds(model, ids))
+
+
+def measure_passkeys(kept: Measurements, model: Any, label: str, tokenizer: Any, n: int, tries: int) -> None:
+    for depth in DEPTHS:
+        key = {"attention": label, "n": n, "depth": depth, "tries": tries}
+        kept.add("passkeys", key, lambda depth=depth: passkey(model, tokenizer, n, (depth,), tries)[0]._asdict())
 
 
 @torch.no_grad()
 def speeds(model: Any, ids: Tensor, written: int = 8) -> dict[str, dict[str, float]]:
     """Prefill and decode of the converted model and of the original inside it, one after the other."""
+    model(input_ids=ids[:, :BEYOND], use_cache=True, logits_to_keep=1)  # loads what is loaded once
     measured: dict[str, dict[str, float]] = {}
     for name in ("original", "converted"):
         with original(model) if name == "original" else nullcontext():
@@ -103,28 +169,13 @@ def speeds(model: Any, ids: Tensor, written: int = 8) -> dict[str, dict[str, flo
 
 def page(result: dict[str, Any]) -> str:
     """The numbers as Markdown."""
-    n, first = result["n"], result["rows"][0]
-    lines = [f"## {result['model']}, {n:,} tokens of a book, nothing trained", ""]
-    lines += [
-        "| attention | loss | above full | second half | above full | mass on summaries |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        mass = "–" if row["mass"] is None else f"{row['mass']:.1%}"
-        gaps = [row[key] - first[key] for key in ("loss", "second half")]
-        cells = f"{row['loss']:.3f} | {gaps[0]:+.3f} | {row['second half']:.3f} | {gaps[1]:+.3f}"
-        lines.append(f"| `{row['attention']}` | {cells} | {mass} |")
-    lines += ["", "| | prefill | memory | per token written | cache |", "|---|---|---|---|---|"]
-    for name, one in result["speed"].items():
-        memory, cache = (f"{one[key] / 2**20:,.0f} MiB" for key in ("memory", "cache"))
-        lines.append(f"| {name} | {one['prefill']:.2f} s | {memory} | {one['decode'] * 1e3:.0f} ms | {cache} |")
-    lines += [
-        "",
-        "| hidden number, at depth | " + " | ".join(f"{x['depth']:.0%}" for x in result["passkey"]["original"]),
-    ]
-    lines[-1] += " |"
-    lines.append("|---" * (1 + len(result["passkey"]["original"])) + "|")
-    for name, tries in result["passkey"].items():
-        cells = " | ".join(f"{'found' if x['found'] else 'no'} ({x['loss']:.2f})" for x in tries)
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines) + "\n"
+    titles = {
+        "losses": f"Loss beyond token {BEYOND}, nats: full attention, and what the others are above it",
+        "speeds": "Converted against original",
+        "passkeys": "Hidden numbers that are found, and the loss of their tokens",
+    }
+    parts = [f"## {result['model']}"]
+    for kind, title in titles.items():
+        if result[kind]:
+            parts += [f"### {title}", SHOWN[kind](result)]
+    return "\n\n".join(parts) + "\n"

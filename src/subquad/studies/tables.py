@@ -184,10 +184,18 @@ def keep_comparison(path: Path, results: Path) -> None:
     (results / TABLES["run"][0]).write_text(json.dumps(kept, indent=2) + "\n")
 
 
+def conversion(result: dict[str, Any], words: Sequence[str]) -> str:
+    """What `subquad study conversion` measured: losses, speeds or passkeys."""
+    from subquad.studies.conversion_tables import SHOWN
+
+    return SHOWN[words[0]](result)
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any], Sequence[str]], str]]] = {
     "machine": ("speed.json", machine),
     "speed": ("speed.json", speed),
     "lengths": ("speed.json", lengths),
     "use": ("speed.json", in_use),
     "run": ("run.json", comparison),
+    "conversion": ("conversion.json", conversion),
 }

@@ -206,12 +206,12 @@ def read(buffer: Tensor, slot: Tensor) -> Tensor:
 
 
 def grown(buffer: Tensor, wanted: int, dim: int) -> Tensor:
-    """The buffer with at least `wanted` places along `dim`: doubled, so that growing costs a constant per token."""
+    """The buffer with at least `wanted` places along `dim`, or an eighth more: growing costs a constant per token."""
     have = buffer.shape[dim]
     if have >= wanted:
         return buffer
     shape = list(buffer.shape)
-    shape[dim] = max(wanted, 2 * have) - have
+    shape[dim] = max(wanted, have + have // 8) - have
     more = buffer.new_ones(shape) if buffer.dtype == torch.bool else buffer.new_zeros(shape)
     return torch.cat((buffer, more), dim)  # nothing is padding until it is written
 

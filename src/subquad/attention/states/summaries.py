@@ -1,8 +1,8 @@
 """A state of tokens and summaries: Combiner over spans, a window over spans, or a tree of spans.
 
-The tokens that are still seen directly are in a ring, with the queries that summaries are pooled from. A summary is
-made when its span is complete, from the ring or, in a tree, from the summaries of the level below, and is never
-touched again.
+The tokens that are still seen directly are in a ring. A summary is made when its span is complete, from the ring or, in
+a tree, from the summaries of the level below, and is never touched again. Until then the queries of its span are kept,
+in a ring of their own that is as long as a span and what may be taken back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Buffers, Chunk, read, write
 from subquad.attention.states.sums import every_head
 from subquad.kernels.merge import merge_attention
-from subquad.supports.kept import Kept
+from subquad.supports.kept import Kept, recent
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -32,9 +32,11 @@ class Summary(NamedTuple):
 
 
 class Summaries(Keys):
-    """Keys, and summaries of all complete spans that are still seen. Heads are all there, in float32 at least."""
+    """Keys, and summaries of all complete spans that are still seen, in float32 at least; keys and values of as many
+    heads as have summaries of their own: every head, or one of those that share.
+    """
 
-    def __init__(self, partition: Any, heads: int, margin: int) -> None:
+    def __init__(self, partition: Any, heads: int, margin: int, shared_heads: int = 1) -> None:
         super().__init__(
             partition.kept(margin), [partition.sees], [0] * heads, margin, partition.ranges, partition.begin
         )
@@ -43,40 +45,41 @@ class Summaries(Keys):
         self.tokens = next(one for one in self.kept if one.source == 0 and one.ring)
         self.levels = sorted((one for one in self.kept if one.source), key=lambda one: one.source)
         self._branch = self.levels[0].unit  # blocks of a block of the next level
+        self.queries = recent(self._branch - 1, margin)  # of the span that is not complete
+        self.shared_heads = shared_heads
 
     def _start(self, one: Kept) -> int:
         return self.offsets[self.kept.index(one)]
 
     def empty(self, chunk: Chunk) -> Buffers:
-        buffers = super().empty(_every_head(chunk))
-        b, h, _, d = chunk.q.shape
-        place = buffers["k"].new_zeros
-        buffers["q"] = place(b, h, self.tokens.size + 1, d)
+        buffers = super().empty(self._with_heads(chunk))
+        (b, h, _, d), place = buffers["k"].shape, buffers["k"].new_zeros
+        buffers["q"] = place(b, chunk.q.shape[1] // self.shared_heads, self.queries.size + 1, d)
         for one in self.levels[:-1]:
             buffers[f"q{one.source}"] = place(b, h, one.size + 1, d)
             buffers[f"count{one.source}"] = torch.zeros(b, one.size + 1, dtype=torch.int64, device=chunk.q.device)
         return buffers
 
     def _written(self, module: Attention, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
-        chunk = _every_head(chunk)
+        chunk = self._with_heads(chunk)
         buffers = self._tokens_written(module, chunk, buffers, length, after)
         return self._completed(module, chunk, buffers, length, after)
 
     def written_run(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, first: int) -> Buffers:
         """All of it, for rows of equal length."""
-        chunk = _every_head(chunk)
+        chunk = self._with_heads(chunk)
         buffers = self._run_written(chunk, buffers, first)
         if (first + chunk.q.shape[2]) // self.levels[0].unit > first // self.levels[0].unit:
             buffers = self._completed(module, chunk, buffers, length, length + chunk.added)
         return buffers
 
     def _run_written(self, chunk: Chunk, buffers: Buffers, first: int) -> Buffers:
-        buffers, ring = self.write_run(chunk, buffers, first), self.tokens
-        stop = first + chunk.q.shape[2]
+        buffers, ring = self.write_run(chunk, buffers, first), self.queries
+        stop, q = first + chunk.q.shape[2], self._mean_query(chunk.q)
         at = max(first, stop - ring.size)
         for own in ring.slices(range(at, stop)):
             many = own.stop - own.start
-            buffers["q"][:, :, own] = chunk.q[:, :, at - first : at - first + many]
+            buffers["q"][:, :, own] = q[:, :, at - first : at - first + many]
             at += many
         return buffers
 
@@ -99,10 +102,11 @@ class Summaries(Keys):
         return buffers
 
     def _tokens_written(self, module, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
-        buffers, ring = super()._written(module, chunk, buffers, length, after), self.tokens
+        buffers, ring = super()._written(module, chunk, buffers, length, after), self.queries
         mine = chunk.position >= (after - ring.size)[:, None]
         mine = mine if chunk.here is None else mine & chunk.here
-        buffers["q"] = write(buffers["q"], torch.where(mine, ring.slots(chunk.position), ring.size), chunk.q)
+        slot = torch.where(mine, ring.slots(chunk.position), ring.size)
+        buffers["q"] = write(buffers["q"], slot, self._mean_query(chunk.q))
         return buffers
 
     # ---- long chunks ----
@@ -115,7 +119,7 @@ class Summaries(Keys):
         """As one call does it, from the first token that is still seen directly: the tokens from there on, of every
         level the blocks that are still seen and those that are complete now, and the sinks.
         """
-        every, stop, begin = _every_head(chunk), length + chunk.q.shape[2], self.partition.begin(length)
+        every, stop, begin = self._with_heads(chunk), length + chunk.q.shape[2], self.partition.begin(length)
         buffers = self.reserve(buffers, stop)
         tokens = self._joined(buffers, every, begin, length)
         sources, below = [(tokens.k, tokens.v, tokens.real)], None
@@ -158,10 +162,13 @@ class Summaries(Keys):
         return buffers, series
 
     def _joined(self, buffers: Buffers, chunk: Chunk, begin: int, length: int) -> Chunk:
-        """The tokens that are kept, from position `begin` on, and the new ones."""
-        ring = self.tokens.slots(torch.arange(begin, length, device=chunk.q.device))
-        place = ring + self._start(self.tokens)
-        old = buffers["q"][:, :, ring], buffers["k"][:, :, place], buffers["v"][:, :, place]
+        """The tokens that are kept, from position `begin` on, and the new ones. Queries of complete spans are not kept:
+        nobody asks what they would find, and others stand in their place.
+        """
+        past = torch.arange(begin, length, device=chunk.q.device)
+        place = self.tokens.slots(past) + self._start(self.tokens)
+        asked = self._every_query(buffers["q"][:, :, self.queries.slots(past)])
+        old = asked, buffers["k"][:, :, place], buffers["v"][:, :, place]
         q, k, v = (torch.cat((x, y), 2) for x, y in zip(old, chunk[:3], strict=True))  # (B, H, r + t, d)
         real = torch.cat((buffers["real"][:, place], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
         position = torch.arange(begin, begin + q.shape[2], device=q.device).expand(len(q), -1)
@@ -200,15 +207,29 @@ class Summaries(Keys):
         branch = one.unit // self._below(one)
         member = (block[..., None] * branch + torch.arange(branch, device=block.device)).flatten(1)  # (B, c·s)
         source = self.tokens if one.source == 1 else self.levels[one.source - 2]
-        own = source.slots(member)
-        place = self._start(source) + own
+        own = (self.queries if one.source == 1 else source).slots(member)
+        place = self._start(source) + source.slots(member)
         shape = (block.shape[1], branch)
         key, value = (read(buffers[name], place).unflatten(2, shape) for name in ("k", "v"))
         query = read(buffers["q" if one.source == 1 else f"q{source.source}"], own).unflatten(2, shape)
         if one.source == 1:
             real = read(buffers["real"], place) & (member >= self.skip)
-            return of_tokens(module, query, key, value, real.unflatten(1, shape))
+            return of_tokens(module, self._every_query(query), key, value, real.unflatten(1, shape))
         return of_summaries(module, query, key, value, read(buffers[f"count{source.source}"], own).unflatten(1, shape))
+
+    def _with_heads(self, chunk: Chunk) -> Chunk:
+        """With as many key heads as have summaries of their own."""
+        heads, have = chunk.q.shape[1] // self.shared_heads, chunk.k.shape[1]
+        q, k, v = every_head(chunk, heads if heads % have == 0 else None)
+        return chunk._replace(q=q, k=k, v=v)
+
+    def _mean_query(self, q: Tensor) -> Tensor:
+        """What is kept of the queries (B, H, t, d): heads that share a summary ask with their mean."""
+        return q if self.shared_heads == 1 else q.unflatten(1, (-1, self.shared_heads)).mean(2)
+
+    def _every_query(self, q: Tensor) -> Tensor:
+        """What is kept, for every head."""
+        return q if self.shared_heads == 1 else q.repeat_interleave(self.shared_heads, 1)
 
     def _below(self, one: Kept) -> int:
         return 1 if one.source == 1 else self.levels[one.source - 2].unit
@@ -265,9 +286,3 @@ def _found(query: Tensor, k: Tensor, v: Tensor, real: Tensor, scale: float) -> T
     allowed = real[:, None]
     weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1) * allowed
     return (weights[..., None, :] @ v)[..., 0, :]
-
-
-def _every_head(chunk: Chunk) -> Chunk:
-    """With as many key heads as query heads: summaries belong to a query head."""
-    q, k, v = every_head(chunk)
-    return chunk._replace(q=q, k=k, v=v)

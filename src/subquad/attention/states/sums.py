@@ -170,10 +170,10 @@ def existing(chunk: Chunk) -> Tensor | None:
     return chunk.real if chunk.here is None or chunk.real is None else chunk.real & chunk.here
 
 
-def every_head(chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in float32 at least, with as many key heads as query heads."""
+def every_head(chunk: Chunk, heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in float32 at least, with `heads` key heads, by default as many as query heads."""
     work = torch.promote_types(chunk.q.dtype, torch.float32)
-    group = chunk.q.shape[1] // chunk.k.shape[1]
+    group = (chunk.q.shape[1] if heads is None else heads) // chunk.k.shape[1]
     k, v = (x.to(work).repeat_interleave(group, 1) if group > 1 else x.to(work) for x in (chunk.k, chunk.v))
     return chunk.q.to(work), k, v
 

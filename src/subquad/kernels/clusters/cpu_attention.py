@@ -45,9 +45,9 @@ def attention(q, keys, values, order, cluster, real, seed, clusters, causal, las
         for number, lists in enumerate(_lists(layout, last_query_only, len(keys) > 1)):
             k, v = sources[number]
             cpu_tiles.forward(
-                *_type(q), threads, lists.tiles, lists.rows, lists.keys, _time(layout), lists.about, lists.others,
+                threads, *_type(q), lists.tiles, lists.rows, lists.keys, _time(layout), lists.about, lists.others,
                 number == 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.view(-1).numpy(),
-                q.numpy().dtype.type(scale),
+                scale,
             )  # fmt: skip
     return out, lse
 
@@ -67,8 +67,8 @@ def attention_backward(
         for number, lists in enumerate(_lists(layout, last_query_only, len(keys) > 1)):
             tensors = (q, *sources[number], out, grad, dq, *dkv[number])
             cpu_tiles.backward(
-                *_type(q), threads, lists.starts, lists.tiles, lists.rows, lists.keys, _time(layout), lists.about,
-                lists.others, *(x.data_ptr() for x in tensors), lse.view(-1).numpy(), q.numpy().dtype.type(scale),
+                threads, *_type(q), lists.starts, lists.tiles, lists.rows, lists.keys, _time(layout), lists.about,
+                lists.others, *(x.data_ptr() for x in tensors), lse.view(-1).numpy(), scale,
             )  # fmt: skip
     return [dq, *(pair[0] for pair in dkv), *(pair[1] for pair in dkv)]
 

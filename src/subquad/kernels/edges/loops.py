@@ -18,6 +18,7 @@ from subquad.core.hashing import chance, halves, stream
 from subquad.kernels.gathers import CACHE, dot_rows, sum_rows
 from subquad.kernels.parallel import exp, inline, kernel
 from subquad.kernels.vectors import BYTES
+from subquad.kernels.workers import Workers
 
 _SPAN = 64  # edges of a row before the next row's turn: 64 keys of 64 floats are 16 kB, half of a usual L1
 PRE, PUBLISHED = 1, 2  # what `softmax_backward_kernel` credits edges with; 0: nothing
@@ -198,82 +199,85 @@ def _block_sums(weights, y, ptr, indices, out):
 # ---- kernels: tasks are dealt in turn, so that heads of unequal density balance ----
 
 
-@kernel
-def scores_kernel(tasks, rows, workers, q, k, graphs, group, scale, out):
+@Workers
+def scores_kernel(worker, workers, arguments):
+    tasks, rows, q, k, graphs, group, scale, out = arguments[0]
+    scale = q.dtype.type(scale)
     indptr, indices, _ = graphs
-    for worker in numba.prange(workers):
-        for task in range(worker, tasks, workers):
-            t, first, last = _block(task, rows, q.shape[1])
-            r, u = _graph(t, graphs)
-            ptr = indptr[r, first : last + 1]
-            _block_dots(q[t, first:last], k[t // group], ptr, indices, scale, out[u, ptr[0] : ptr[-1]])
+    for task in range(worker, tasks, workers):
+        t, first, last = _block(task, rows, q.shape[1])
+        r, u = _graph(t, graphs)
+        ptr = indptr[r, first : last + 1]
+        _block_dots(q[t, first:last], k[t // group], ptr, indices, scale, out[u, ptr[0] : ptr[-1]])
 
 
-@kernel
-def sum_kernel(tasks, rows, workers, weights, y, graphs, spread, gather, out):
+@Workers
+def sum_kernel(worker, workers, arguments):
     """out[t] = the sums of instances t·gather … of y: `spread` instances read one y, `gather` of them make one out."""
+    tasks, rows, weights, y, graphs, spread, gather, out = arguments[0]
     indptr, indices, _ = graphs
-    for worker in numba.prange(workers):
-        for task in range(worker, tasks, workers):
-            t, first, last = _block(task, rows, out.shape[1])
-            out[t, first:last] = 0
-            for instance in range(t * gather, (t + 1) * gather):
-                r, u = _graph(instance, graphs)
-                ptr = indptr[r, first : last + 1]
-                _block_sums(weights[u, ptr[0] : ptr[-1]], y[instance // spread], ptr, indices, out[t, first:last])
+    for task in range(worker, tasks, workers):
+        t, first, last = _block(task, rows, out.shape[1])
+        out[t, first:last] = 0
+        for instance in range(t * gather, (t + 1) * gather):
+            r, u = _graph(instance, graphs)
+            ptr = indptr[r, first : last + 1]
+            _block_sums(weights[u, ptr[0] : ptr[-1]], y[instance // spread], ptr, indices, out[t, first:last])
 
 
-@kernel
-def attention_kernel(tasks, rows, workers, q, k, v, graphs, places, drop, scale, out):
+@Workers
+def attention_kernel(worker, workers, arguments):
+    tasks, rows, q, k, v, graphs, places, drop, scale, out = arguments[0]
+    scale = q.dtype.type(scale)
     indptr, indices, _ = graphs
     heads, group, before, real = places
     seed, rate, numbers, columns = drop
-    for worker in numba.prange(workers):
-        for task in range(worker, tasks, workers):
-            t, first, last = _block(task, rows, q.shape[1])
-            r, _u = _graph(t, graphs)
-            ptr = indptr[r, first : last + 1]
-            start, b = ptr[0], (before + t) // heads
-            p = np.empty(ptr[-1] - start, q.dtype)
-            _block_dots(q[t, first:last], k[t // group], ptr, indices, scale, p)
-            for i in range(last - first):
-                row, keys = p[ptr[i] - start : ptr[i + 1] - start], indices[ptr[i] : ptr[i + 1]]
-                if real.size:
-                    _hide(row, keys, real[b])
-                softmax(row)
-                if rate > 0:
-                    state = stream(seed, before + t, numbers[b, first + i])
-                    multiply_by(row, dropout_factors(keys, state, rate, columns[b], row))
-            out[t, first:last] = 0
-            _block_sums(p, v[t // group], ptr, indices, out[t, first:last])
+    for task in range(worker, tasks, workers):
+        t, first, last = _block(task, rows, q.shape[1])
+        r, _u = _graph(t, graphs)
+        ptr = indptr[r, first : last + 1]
+        start, b = ptr[0], (before + t) // heads
+        p = np.empty(ptr[-1] - start, q.dtype)
+        _block_dots(q[t, first:last], k[t // group], ptr, indices, scale, p)
+        for i in range(last - first):
+            row, keys = p[ptr[i] - start : ptr[i + 1] - start], indices[ptr[i] : ptr[i + 1]]
+            if real.size:
+                _hide(row, keys, real[b])
+            softmax(row)
+            if rate > 0:
+                state = stream(seed, before + t, numbers[b, first + i])
+                multiply_by(row, dropout_factors(keys, state, rate, columns[b], row))
+        out[t, first:last] = 0
+        _block_sums(p, v[t // group], ptr, indices, out[t, first:last])
 
 
-@kernel
-def softmax_backward_kernel(tasks, rows, workers, s, dp, graphs, n, places, drop, scale, mode, reach, credit):
+@Workers
+def softmax_backward_kernel(worker, workers, arguments):
     """See `softmax_backward`; edges |i - j| ≤ reach get no credit."""
+    tasks, rows, s, dp, graphs, n, places, drop, scale, mode, reach, credit = arguments[0]
+    scale = s.dtype.type(scale)
     indptr, indices, _ = graphs
     heads, _group, before, real = places
     seed, rate, numbers, columns = drop
-    for worker in numba.prange(workers):
-        for task in range(worker, tasks, workers):
-            t, first, last = _block(task, rows, n)
-            r, u = _graph(t, graphs)
-            b = (before + t) // heads
-            for i in range(first, last):
-                start, stop = indptr[r, i], indptr[r, i + 1]
-                keys, given = indices[start:stop], credit[u if mode else 0, start:stop]
-                p = s[u, start:stop].copy()
-                if real.size:
-                    _hide(p, keys, real[b])
-                softmax(p)
-                factors = p[:0]
-                if rate > 0:
-                    factors = dropout_factors(keys, stream(seed, before + t, numbers[b, i]), rate, columns[b], p)
-                softmax_backward(p, s[u, start:stop], dp[u, start:stop], factors, scale, mode, given)
-                if mode and reach >= 0:
-                    for e in range(keys.size):
-                        if abs(keys[e] - i) <= reach:
-                            given[e] = 0
+    for task in range(worker, tasks, workers):
+        t, first, last = _block(task, rows, n)
+        r, u = _graph(t, graphs)
+        b = (before + t) // heads
+        for i in range(first, last):
+            start, stop = indptr[r, i], indptr[r, i + 1]
+            keys, given = indices[start:stop], credit[u if mode else 0, start:stop]
+            p = s[u, start:stop].copy()
+            if real.size:
+                _hide(p, keys, real[b])
+            softmax(p)
+            factors = p[:0]
+            if rate > 0:
+                factors = dropout_factors(keys, stream(seed, before + t, numbers[b, i]), rate, columns[b], p)
+            softmax_backward(p, s[u, start:stop], dp[u, start:stop], factors, scale, mode, given)
+            if mode and reach >= 0:
+                for e in range(keys.size):
+                    if abs(keys[e] - i) <= reach:
+                        given[e] = 0
 
 
 @kernel

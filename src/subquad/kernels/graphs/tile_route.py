@@ -21,8 +21,8 @@ def forward(q, k, v, mask, key_mask, seed, scale, dropout) -> Tensor:
     dropped = cpu.drop(seed, dropout, key_mask, q.shape[0], q.shape[2], k.shape[2])
     with launch() as workers:
         tiles.attention_kernel(
-            len(x) * -(-x.shape[1] // tiles.ROWS), workers, x.numpy(), _across(y), u.numpy(), words, q.shape[1],
-            dropped, _number(x, scale), out.numpy(),
+            workers, len(x) * -(-x.shape[1] // tiles.ROWS), x.numpy(), _across(y), u.numpy(), words, q.shape[1],
+            dropped, scale, out.numpy(),
         )  # fmt: skip
     return _like(out, q.shape[:3] + v.shape[3:])
 
@@ -38,8 +38,8 @@ def backward(grad, q, k, v, w, z, mask, key_mask, seed, scale, dropout, ste, rea
         key_grads = [r.new_zeros(len(r) * splits, *r.shape[1:]) for r in (y, u, b)]
         keys = (_across(y), _across(u), y.numpy(), b.numpy())
         tiles.backward_kernel(
-            len(x) * splits, splits, workers, do.numpy(), x.numpy(), a.numpy(), keys, words, q.shape[1], dropped,
-            _number(x, scale), CREDIT[ste] if gated else 0, reach, tuple(r.numpy() for r in row_grads),
+            workers, len(x) * splits, splits, do.numpy(), x.numpy(), a.numpy(), keys, words, q.shape[1], dropped,
+            scale, CREDIT[ste] if gated else 0, reach, tuple(r.numpy() for r in row_grads),
             tuple(r.numpy() for r in key_grads),
         )  # fmt: skip
     dk, dv, dz = (r if splits == 1 else r.unflatten(0, (-1, splits)).sum(1) for r in key_grads)
@@ -68,7 +68,3 @@ def _words(mask: Tensor, x: Tensor, y: Tensor) -> np.ndarray:
     """The packed mask as words, (g, n, ⌈m / 64⌉) uint64."""
     bits = mask.view(len(x), x.shape[1], -(-y.shape[1] // 8))
     return F.pad(bits, (0, -bits.shape[2] % 8)).contiguous().numpy().view(np.uint64)
-
-
-def _number(x: Tensor, value: float) -> np.floating:
-    return x.numpy().dtype.type(value)

@@ -10,14 +10,14 @@ transposed; `words` (g, n, tiles) uint64 are the edges. `drop` is the tuple of t
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from subquad.core.hashing import stream
 from subquad.kernels.bits import VECTORS, gather_sum, lowest, ones, scatter_sum
 from subquad.kernels.edges.loops import dropout_factors, multiply_by, softmax, softmax_backward
-from subquad.kernels.parallel import inline, kernel
+from subquad.kernels.parallel import inline
 from subquad.kernels.vectors import BYTES, multiply
+from subquad.kernels.workers import Workers
 
 ROWS = 96  # of a block: they share a tile of keys and of its gradients while it is in the cache
 KEYS = 64  # of a tile: the bits of a word
@@ -117,24 +117,25 @@ def _factors(words, t, i, heads, drop, row):
     return dropout_factors(keys, stream(seed, t, numbers[b, i]), rate, columns[b], row)
 
 
-@kernel
-def attention_kernel(tasks, workers, q, across, v, words, heads, drop, scale, out):
+@Workers
+def attention_kernel(worker, workers, arguments):
+    tasks, q, across, v, words, heads, drop, scale, out = arguments[0]
+    scale = q.dtype.type(scale)
     n = q.shape[1]
     blocks = (n + ROWS - 1) // ROWS
-    for worker in numba.prange(workers):
-        tile, starts = np.empty((ROWS, KEYS), q.dtype), np.zeros(ROWS + 1, np.int64)
-        for task in range(worker, tasks, workers):
-            t, first = task // blocks, task % blocks * ROWS
-            last = min(n, first + ROWS)
-            edges = words[t, first:last]
-            p = np.empty(_count(edges, starts), q.dtype)
-            _scores(q[t, first:last], across[t], edges, starts, tile, scale, p)
-            for r in range(last - first):
-                row = p[starts[r] : starts[r + 1]]
-                softmax(row)
-                multiply_by(row, _factors(edges[r], t, first + r, heads, drop, row))
-            out[t, first:last] = 0
-            _row_sums(p, starts, edges, v[t], out[t, first:last])
+    tile, starts = np.empty((ROWS, KEYS), q.dtype), np.zeros(ROWS + 1, np.int64)
+    for task in range(worker, tasks, workers):
+        t, first = task // blocks, task % blocks * ROWS
+        last = min(n, first + ROWS)
+        edges = words[t, first:last]
+        p = np.empty(_count(edges, starts), q.dtype)
+        _scores(q[t, first:last], across[t], edges, starts, tile, scale, p)
+        for r in range(last - first):
+            row = p[starts[r] : starts[r + 1]]
+            softmax(row)
+            multiply_by(row, _factors(edges[r], t, first + r, heads, drop, row))
+        out[t, first:last] = 0
+        _row_sums(p, starts, edges, v[t], out[t, first:last])
 
 
 @inline
@@ -153,41 +154,40 @@ def _without_pinned(credit, words, i, reach):
             e += 1
 
 
-@kernel
-def backward_kernel(
-    tasks, splits, workers, do, q, w, keys, words, heads, drop, scale, mode, reach, row_grads, key_grads,
-):  # fmt: skip
+@Workers
+def backward_kernel(worker, workers, arguments):
     """dq, dw (g, n, ·) are filled, dk, dv, dz (g·splits, m, ·) added to: a task has some rows and its own key sums."""
+    tasks, splits, do, q, w, keys, words, heads, drop, scale, mode, reach, row_grads, key_grads = arguments[0]
+    scale = q.dtype.type(scale)
     across_k, across_v, k, z = keys
     dq, dw = row_grads
     dk, dv, dz = key_grads
     n, one = q.shape[1], q.dtype.type(1)
     blocks = (n + ROWS - 1) // ROWS
-    for worker in numba.prange(workers):
-        tile, starts = np.empty((ROWS, KEYS), q.dtype), np.zeros(ROWS + 1, np.int64)
-        for task in range(worker, tasks, workers):
-            t, part = task // splits, task % splits
-            for block in range(blocks * part // splits, blocks * (part + 1) // splits):
-                first, last = block * ROWS, min(n, block * ROWS + ROWS)
-                edges, x, g = words[t, first:last], q[t, first:last], do[t, first:last]
-                count = _count(edges, starts)
-                s, dp = np.empty(count, q.dtype), np.empty(count, q.dtype)
-                credit = np.empty(count if mode else 0, q.dtype)
-                _scores(x, across_k[t], edges, starts, tile, scale, s)
-                _scores(g, across_v[t], edges, starts, tile, one, dp)
-                for r in range(last - first):
-                    low, high = starts[r], starts[r + 1]
-                    p, given = s[low:high].copy(), credit[low:high]
-                    softmax(p)
-                    factors = _factors(edges[r], t, first + r, heads, drop, p)
-                    softmax_backward(p, s[low:high], dp[low:high], factors, scale, mode, given)
-                    if mode and reach >= 0:
-                        _without_pinned(given, edges[r], first + r, reach)
-                dq[t, first:last] = 0
-                _row_sums(s, starts, edges, k[t], dq[t, first:last])
-                _key_sums(s, starts, edges, x, dk[task])
-                _key_sums(dp, starts, edges, g, dv[task])
-                if mode:
-                    dw[t, first:last] = 0
-                    _row_sums(credit, starts, edges, z[t], dw[t, first:last])
-                    _key_sums(credit, starts, edges, w[t, first:last], dz[task])
+    tile, starts = np.empty((ROWS, KEYS), q.dtype), np.zeros(ROWS + 1, np.int64)
+    for task in range(worker, tasks, workers):
+        t, part = task // splits, task % splits
+        for block in range(blocks * part // splits, blocks * (part + 1) // splits):
+            first, last = block * ROWS, min(n, block * ROWS + ROWS)
+            edges, x, g = words[t, first:last], q[t, first:last], do[t, first:last]
+            count = _count(edges, starts)
+            s, dp = np.empty(count, q.dtype), np.empty(count, q.dtype)
+            credit = np.empty(count if mode else 0, q.dtype)
+            _scores(x, across_k[t], edges, starts, tile, scale, s)
+            _scores(g, across_v[t], edges, starts, tile, one, dp)
+            for r in range(last - first):
+                low, high = starts[r], starts[r + 1]
+                p, given = s[low:high].copy(), credit[low:high]
+                softmax(p)
+                factors = _factors(edges[r], t, first + r, heads, drop, p)
+                softmax_backward(p, s[low:high], dp[low:high], factors, scale, mode, given)
+                if mode and reach >= 0:
+                    _without_pinned(given, edges[r], first + r, reach)
+            dq[t, first:last] = 0
+            _row_sums(s, starts, edges, k[t], dq[t, first:last])
+            _key_sums(s, starts, edges, x, dk[task])
+            _key_sums(dp, starts, edges, g, dv[task])
+            if mode:
+                dw[t, first:last] = 0
+                _row_sums(credit, starts, edges, z[t], dw[t, first:last])
+                _key_sums(credit, starts, edges, w[t, first:last], dz[task])

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from subquad.kernels.linear import cpu_chunks as kernels
 from subquad.kernels.linear.reference import smallest
-from subquad.kernels.parallel import run
 from subquad.kernels.vectors import BYTES
 
 
@@ -25,7 +24,7 @@ def forward(a: Tensor, b: Tensor, v: Tensor, causal: bool, normalise: bool, elu:
     out, den = empty_output(a, v), v.new_ones(a.shape[:2])
     function = kernels.causal_forward if causal else kernels.whole_forward
     tensors = (_matrix(x) for x in (a, b, v, out))
-    run(function, *_about(a, v), *tensors, den.numpy(), _sizes(a, b), normalise, elu)
+    function.run(*_about(a, v), *tensors, den.numpy(), _sizes(a, b), normalise, elu)
     return out, den
 
 
@@ -35,7 +34,7 @@ def backward(
     da, db, dv = (torch.empty_like(x) for x in (a, b, v))
     function = kernels.causal_backward if causal else kernels.whole_backward
     tensors = (_matrix(x) for x in (grad, a, b, v, out, da, db, dv))
-    run(function, *_about(a, v), *tensors, den.numpy(), _sizes(a, b), normalise, elu)
+    function.run(*_about(a, v), *tensors, den.numpy(), _sizes(a, b), normalise, elu)
     return da, db, dv
 
 

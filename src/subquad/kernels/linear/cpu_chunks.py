@@ -9,11 +9,11 @@ A matrix is (address, stride of sequences, stride of rows) in entries; `like` ho
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from subquad.kernels.parallel import inline, kernel
+from subquad.kernels.parallel import inline
 from subquad.kernels.vectors import dot, elu_row, multiply, multiply_add, multiply_add_turned, scale_row, transpose
+from subquad.kernels.workers import Workers
 
 CHUNK = 48  # tokens: eight times the rows that a product keeps in registers
 
@@ -117,10 +117,12 @@ def _divided(like, size, d, grad, out, den, g, first, count, rows, h, normalise)
 # ---- everyone to everyone -----------------------------------------------------------------------------------
 
 
-@kernel
-def whole_forward(like, size, f, d, a, b, v, out, den, sizes, normalise, elu):
+@Workers
+def whole_forward(worker, workers, arguments):
+    like, size, f, d, a, b, v, out, den, sizes, normalise, elu = arguments[0]
+    normalise, elu = normalise != 0, elu != 0
     kind, (graphs, n, m) = like.dtype, sizes
-    for g in numba.prange(graphs):
+    for g in range(worker, graphs, workers):
         x, y, values = np.empty((CHUNK, f), kind), np.empty((CHUNK, f), kind), np.empty((CHUNK, d), kind)
         s, z, none = np.zeros((f, d), kind), np.zeros(f, kind), np.empty(0, kind)
         for first in range(0, m, CHUNK):
@@ -139,10 +141,12 @@ def whole_forward(like, size, f, d, a, b, v, out, den, sizes, normalise, elu):
             _store(like, size, d, values, count, out, g, first)
 
 
-@kernel
-def whole_backward(like, size, f, d, grad, a, b, v, out, da, db, dv, den, sizes, normalise, elu):
+@Workers
+def whole_backward(worker, workers, arguments):
+    like, size, f, d, grad, a, b, v, out, da, db, dv, den, sizes, normalise, elu = arguments[0]
+    normalise, elu = normalise != 0, elu != 0
     kind, (graphs, n, m) = like.dtype, sizes
-    for task in numba.prange(graphs):
+    for task in range(worker, graphs, workers):
         g = task
         x, change = np.empty((CHUNK, f), kind), np.empty((CHUNK, f), kind)
         values, rows, h = np.empty((CHUNK, d), kind), np.empty((CHUNK, d), kind), np.empty(CHUNK, kind)
@@ -184,10 +188,12 @@ def whole_backward(like, size, f, d, grad, a, b, v, out, da, db, dv, den, sizes,
 # ---- causal -------------------------------------------------------------------------------------------------
 
 
-@kernel
-def causal_forward(like, size, f, d, a, b, v, out, den, sizes, normalise, elu):
+@Workers
+def causal_forward(worker, workers, arguments):
+    like, size, f, d, a, b, v, out, den, sizes, normalise, elu = arguments[0]
+    normalise, elu = normalise != 0, elu != 0
     kind, (graphs, n, _) = like.dtype, sizes
-    for g in numba.prange(graphs):
+    for g in range(worker, graphs, workers):
         x, y, yt = np.empty((CHUNK, f), kind), np.empty((CHUNK, f), kind), np.empty((f, CHUNK), kind)
         values, sums, inside = np.empty((CHUNK, d), kind), np.empty((CHUNK, d), kind), np.empty((CHUNK, CHUNK), kind)
         s, z, none = np.zeros((f, d), kind), np.zeros(f, kind), np.empty(0, kind)
@@ -208,11 +214,13 @@ def causal_forward(like, size, f, d, a, b, v, out, den, sizes, normalise, elu):
             _add_rows(y, count, none, z, False)
 
 
-@kernel
-def causal_backward(like, size, f, d, grad, a, b, v, out, da, db, dv, den, sizes, normalise, elu):
+@Workers
+def causal_backward(worker, workers, arguments):
     """Forwards with S for da, backwards with T for db and dv."""
+    like, size, f, d, grad, a, b, v, out, da, db, dv, den, sizes, normalise, elu = arguments[0]
+    normalise, elu = normalise != 0, elu != 0
     kind, (graphs, n, _) = like.dtype, sizes
-    for task in numba.prange(graphs):
+    for task in range(worker, graphs, workers):
         g = task
         x, y, change = np.empty((CHUNK, f), kind), np.empty((CHUNK, f), kind), np.empty((CHUNK, f), kind)
         values, rows, h = np.empty((CHUNK, d), kind), np.empty((CHUNK, d), kind), np.empty(CHUNK, kind)

@@ -27,7 +27,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
     chosen = list(plans(len(q), lengths, support, which, n))
     if walk.takes(chosen, q):
         return walk.forward(chosen, q, keys, values, valid, scale, seed, dropout)
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)  # (B, H, r, d), (B, H, r)
+    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf)  # (B, H, r, d), (B, H, r)
     for rows, plan in chosen:
         for frame in _frames(rows, plan, [q, out, lse[..., None]], keys, values, valid):
             q_, out_, lse_ = frame.queries
@@ -44,7 +44,7 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
     m, chosen = len(keys), list(plans(len(q), lengths, support, which, n))
     if walk.takes(chosen, q):
         return walk.backward(chosen, grad, q, kv[:m], kv[m:], out, lse, valid, scale, seed, dropout)
-    dq, dkv = torch.zeros_like(q), [torch.zeros_like(x) for x in kv]
+    dq, *dkv = (x.new_zeros(x.shape) for x in (q, *kv))  # contiguous, as a compiled graph takes them to be
     safe = lse.masked_fill(lse == -torch.inf, 0)[..., None]  # exp(-inf - 0) = 0: empty rows get no gradient
     for rows, plan in chosen:
         sources = (kv[:m], kv[m:], valid, dkv)

@@ -11,12 +11,11 @@ places), a row of `sources` is the keys, the values, and which exist; a grid is 
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from subquad.core.hashing import chance, halves, stream
 from subquad.kernels.parallel import exp as exp_one
-from subquad.kernels.parallel import inline, kernel
+from subquad.kernels.parallel import inline, pasted
 from subquad.kernels.vector_rows import add_row, byte_at, exp_row, fill_row, gradient_row
 from subquad.kernels.vectors import (
     BYTES,
@@ -28,6 +27,7 @@ from subquad.kernels.vectors import (
     scale_row,
     transpose,
 )
+from subquad.kernels.workers import Workers
 
 ROWS = 24  # of a tile: four times the rows of a product in registers
 KEYS = 128  # of a tile
@@ -179,6 +179,12 @@ def _turned(like, size, width, count, a, row, into, scale):
             scale_row(scale, at, at, -(-count // lanes) * lanes)
 
 
+@inline
+def _typed(like, random):
+    """(seed, dropout, factor of what is kept) in the types that they are compared and multiplied with."""
+    return random[0], np.float32(random[1]), like.dtype.type(random[2])
+
+
 # ---- forward ------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +240,7 @@ def _softmax_tile(like, size, width, s, many, count, padded, top, total, sums, r
             scale_row(less, here, here, width)
 
 
-@inline
+@pasted
 def _forward_piece(
     like, size, width, part, piece, drawn, mask, source, b, h, q, place0, down, instance, scale, random,
     across, s, sums, top, total,
@@ -295,7 +301,7 @@ def _number(part, block, column, key):
     return part[NUMBERS] + block * part[NUMBERS + 1] + column * part[NUMBERS + 2], part[NUMBERS + 2]
 
 
-@inline
+@pasted
 def _forward_selves(
     like, size, width, part, piece, source, b, h, q, place0, instance, scale, random, s, sums, top, total
 ):  # fmt: skip
@@ -318,39 +324,38 @@ def _forward_selves(
         add_row(s[0, 0], sums + r * width * size, v + key * v_row * size, width)
 
 
-@kernel
-def forward(
-    like, size, width, heads, workers, tasks, bands, pieces, parts, drawn, masks, sources, whole, q, out, lse,
-    scale, random,
-):  # fmt: skip
+@Workers
+def forward(worker, workers, arguments):
     """out and lse of the bands in `tasks`, (instance, band); whole[b, source]: all keys exist."""
-    for worker in numba.prange(workers):
-        across, s = np.empty((width, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)  # keys transposed, scores
-        state = np.empty((BAND, width), like.dtype)
-        top, total = np.empty(BAND, like.dtype), np.empty(BAND, like.dtype)
-        sums = state.ctypes.data
-        for task in range(worker, len(tasks), workers):
-            g, band = tasks[task, 0], bands[tasks[task, 1]]
-            b, h = g // heads, g % heads
-            q_, out_ = _matrix(q, 0, 1, b, h, size), _matrix(out, 0, 1, b, h, size)
-            place, down, rows = band[PLACE], band[DOWN], band[COUNT]
-            for r in range(rows):
-                at = place + r * down
-                to = out_[0] + at * out_[1] * size
-                _take_row(like, size, width, to, lse[g], at, band[FRESH], sums, r, top, total)
-            for number in range(band[FIRST], band[BEHIND]):
-                piece = pieces[number]
-                part = parts[piece[PIECE_PART]]
-                source = sources[whole[b, part[SOURCE]], part[SOURCE]]
-                if part[SELF]:
-                    _forward_selves(like, size, width, part, piece, source, b, h, q_, place, g, scale, random,
-                                    s, sums, top, total)  # fmt: skip
-                else:
-                    _forward_piece(like, size, width, part, piece, drawn, masks[piece[PIECE_PART]], source, b, h, q_,
-                                   place, down, g, scale, random, across, s, sums, top, total)  # fmt: skip
-            for r in range(rows):
-                at = place + r * down
-                _lay_row(like, size, width, out_[0] + at * out_[1] * size, lse[g], at, sums, r, top, total)
+    (like, size, width, heads, tasks, bands, pieces, parts, drawn, masks, sources, whole, q, out, lse,
+     scale, random) = arguments[0]  # fmt: skip
+    scale, random = like.dtype.type(scale), _typed(like, random)
+    across, s = np.empty((width, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)  # keys transposed, scores
+    state = np.empty((BAND, width), like.dtype)
+    top, total = np.empty(BAND, like.dtype), np.empty(BAND, like.dtype)
+    sums = state.ctypes.data
+    for task in range(worker, len(tasks), workers):
+        g, band = tasks[task, 0], bands[tasks[task, 1]]
+        b, h = g // heads, g % heads
+        q_, out_ = _matrix(q, 0, 1, b, h, size), _matrix(out, 0, 1, b, h, size)
+        place, down, rows = band[PLACE], band[DOWN], band[COUNT]
+        for r in range(rows):
+            at = place + r * down
+            to = out_[0] + at * out_[1] * size
+            _take_row(like, size, width, to, lse[g], at, band[FRESH], sums, r, top, total)
+        for number in range(band[FIRST], band[BEHIND]):
+            piece = pieces[number]
+            part = parts[piece[PIECE_PART]]
+            source = sources[whole[b, part[SOURCE]], part[SOURCE]]
+            if part[SELF]:
+                _forward_selves(like, size, width, part, piece, source, b, h, q_, place, g, scale, random,
+                                s, sums, top, total)  # fmt: skip
+            else:
+                _forward_piece(like, size, width, part, piece, drawn, masks[piece[PIECE_PART]], source, b, h, q_,
+                               place, down, g, scale, random, across, s, sums, top, total)  # fmt: skip
+        for r in range(rows):
+            at = place + r * down
+            _lay_row(like, size, width, out_[0] + at * out_[1] * size, lse[g], at, sums, r, top, total)
 
 
 # ---- backward -----------------------------------------------------------------------------------------------
@@ -369,7 +374,7 @@ def _score_gradients(s, ds, size, many, count, padded, base, less, scale, instan
             _drop(s[i], count, seed, instance, query + i * down, number, step, dropout, up)
 
 
-@inline
+@pasted
 def _backward_piece(
     like, size, width, part, piece, drawn, mask, source, b, h, own, q, dout, dq, place0, down, instance, scale, random,
     across, beyond, s, ds, base, delta,
@@ -427,7 +432,7 @@ def _backward_piece(
                 multiply_add_turned(like[0], *turned, st, KEYS, gt, down * dout[1], dvt, stride * dv_row, size)
 
 
-@inline
+@pasted
 def _backward_selves(
     like, size, width, part, piece, source, b, h, own, q, dout, dq, place0, instance, scale, random, s, ds, base, delta
 ):  # fmt: skip
@@ -479,39 +484,38 @@ def _clear(like, size, width, sources, own, first, last):
                     fill_row(like.dtype.type(0), start + place * row * size, width)
 
 
-@kernel
-def backward(
-    like, size, width, heads, workers, tasks, bands, pieces, parts, drawn, masks, sources, whole,
-    q, out, dout, dq, lse, scale, random, clear,
-):  # fmt: skip
+@Workers
+def backward(worker, workers, arguments):
     """dq = and dk, dv += the share of the tasks, (batch element, first head, behind the last, first band, behind the
     last, its dk and dv among those of all). Heads that share keys are in one task: no two tasks add to the same place.
     """
-    for worker in numba.prange(workers):
-        across, beyond = np.empty((width, KEYS), like.dtype), np.empty((width, KEYS), like.dtype)  # keys, values
-        s, ds = np.empty((ROWS, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)
-        base, delta = np.empty(BAND, like.dtype), np.empty(BAND, like.dtype)
-        for task in range(worker, len(tasks), workers):
-            b, own = tasks[task, 0], tasks[task, 5]
-            if clear:
-                _clear(like, size, width, sources[0], own, tasks[task, 1], tasks[task, 2])
-            for h in range(tasks[task, 1], tasks[task, 2]):
-                g = b * heads + h
-                q_, out_ = _matrix(q, 0, 1, b, h, size), _matrix(out, 0, 1, b, h, size)
-                g_, dq_ = _matrix(dout, 0, 1, b, h, size), _matrix(dq, 0, 1, b, h, size)
-                for at in range(tasks[task, 3], tasks[task, 4]):
-                    band = bands[at]
-                    place, down = band[PLACE], band[DOWN]
-                    _prepare_rows(like, size, width, out_, g_, dq_, lse[g], place, down, band[COUNT], band[FRESH],
-                                  base, delta)  # fmt: skip
-                    for number in range(band[FIRST], band[BEHIND]):
-                        piece = pieces[number]
-                        part = parts[piece[PIECE_PART]]
-                        source = sources[whole[b, part[SOURCE]], part[SOURCE]]
-                        if part[SELF]:
-                            _backward_selves(like, size, width, part, piece, source, b, h, own, q_, g_, dq_, place,
-                                             g, scale, random, s, ds, base, delta)  # fmt: skip
-                        else:
-                            _backward_piece(like, size, width, part, piece, drawn, masks[piece[PIECE_PART]], source,
-                                            b, h, own, q_, g_, dq_, place, down, g, scale, random,
-                                            across, beyond, s, ds, base, delta)  # fmt: skip
+    (like, size, width, heads, tasks, bands, pieces, parts, drawn, masks, sources, whole,
+     q, out, dout, dq, lse, scale, random, clear) = arguments[0]  # fmt: skip
+    scale, random = like.dtype.type(scale), _typed(like, random)
+    across, beyond = np.empty((width, KEYS), like.dtype), np.empty((width, KEYS), like.dtype)  # keys, values
+    s, ds = np.empty((ROWS, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)
+    base, delta = np.empty(BAND, like.dtype), np.empty(BAND, like.dtype)
+    for task in range(worker, len(tasks), workers):
+        b, own = tasks[task, 0], tasks[task, 5]
+        if clear:
+            _clear(like, size, width, sources[0], own, tasks[task, 1], tasks[task, 2])
+        for h in range(tasks[task, 1], tasks[task, 2]):
+            g = b * heads + h
+            q_, out_ = _matrix(q, 0, 1, b, h, size), _matrix(out, 0, 1, b, h, size)
+            g_, dq_ = _matrix(dout, 0, 1, b, h, size), _matrix(dq, 0, 1, b, h, size)
+            for at in range(tasks[task, 3], tasks[task, 4]):
+                band = bands[at]
+                place, down = band[PLACE], band[DOWN]
+                _prepare_rows(like, size, width, out_, g_, dq_, lse[g], place, down, band[COUNT], band[FRESH],
+                              base, delta)  # fmt: skip
+                for number in range(band[FIRST], band[BEHIND]):
+                    piece = pieces[number]
+                    part = parts[piece[PIECE_PART]]
+                    source = sources[whole[b, part[SOURCE]], part[SOURCE]]
+                    if part[SELF]:
+                        _backward_selves(like, size, width, part, piece, source, b, h, own, q_, g_, dq_, place,
+                                         g, scale, random, s, ds, base, delta)  # fmt: skip
+                    else:
+                        _backward_piece(like, size, width, part, piece, drawn, masks[piece[PIECE_PART]], source,
+                                        b, h, own, q_, g_, dq_, place, down, g, scale, random,
+                                        across, beyond, s, ds, base, delta)  # fmt: skip

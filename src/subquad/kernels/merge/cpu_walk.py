@@ -35,7 +35,7 @@ def forward(chosen: Rows, q: Tensor, keys, values, valid, scale, seed, dropout) 
         tables = work.tables(q, [*zip(keys, values, strict=True)], valid)
         ends = (_matrix(q), _matrix(out), lse.view(-1, q.shape[2]).numpy(), *_numbers(q, scale, seed, dropout))
         for phase in range(work.phases):
-            tiles.forward(*_type(q), threads, work.bands_of(phase), *tables, *ends)
+            tiles.forward(threads, *_type(q), work.bands_of(phase), *tables, *ends)
     return out, lse
 
 
@@ -53,7 +53,7 @@ def backward(chosen: Rows, grad, q: Tensor, keys, values, out, lse, valid, scale
         tables = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
         ends = (*(_matrix(x) for x in (q, out, grad, dq)), lse.reshape(-1, q.shape[2]).numpy())
         for tasks in work.groups_of(least, shares):
-            tiles.backward(*_type(q), threads, tasks, *tables, *ends, *_numbers(q, scale, seed, dropout), clear)  # type: ignore[call-arg]
+            tiles.backward(threads, *_type(q), tasks, *tables, *ends, *_numbers(q, scale, seed, dropout), clear)
     if shares > 1:
         dkv = [[x.unflatten(0, (-1, shares)).sum(1) for x in pair] for pair in dkv]
     return [dq, *(pair[0] for pair in dkv), *(pair[1] for pair in dkv)]
@@ -153,6 +153,5 @@ def _matrix(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def _numbers(q: Tensor, scale: float, seed: Tensor | None, dropout: float) -> tuple:
-    kind = q.numpy().dtype.type
     number = int(dropout_seed(seed)) % (1 << 64) if dropout and seed is not None else 0
-    return kind(scale), (np.uint64(number), np.float32(dropout), kind(1 / (1 - dropout)))
+    return scale, (np.uint64(number), dropout, 1 / (1 - dropout))

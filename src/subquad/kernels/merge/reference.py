@@ -15,7 +15,7 @@ SOURCE = 1 << 26  # dropout counts the keys of source s from s·SOURCE on
 
 
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
+    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf)
     for rows, plan in plans(len(q), lengths, support, which, n):
         scored = list(_scores(q[rows], keys, valid, rows, plan, scale))
         top = q.new_full(q[rows].shape[:3], -torch.inf)  # (b, H, r)
@@ -37,7 +37,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
 
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
     """With p = exp(s - lse): dv = (p·kept)ᵀ g, ds = p·(kept·g·v - g·out), dq = ds k, dk = dsᵀ q."""
-    dq, dk, dv = torch.zeros_like(q), [torch.zeros_like(k) for k in keys], [torch.zeros_like(v) for v in values]
+    dq, dk, dv = q.new_zeros(q.shape), *([x.new_zeros(x.shape) for x in xs] for xs in (keys, values))
     delta = (grad * out).sum(-1)  # (B, H, r)
     base = lse.masked_fill(lse == -torch.inf, 0)
     for rows, plan in plans(len(q), lengths, support, which, n):

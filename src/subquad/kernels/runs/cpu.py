@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.kernels.parallel import launch, run
+from subquad.kernels.parallel import launch
 from subquad.kernels.runs import tiles as kernels
 from subquad.kernels.vectors import BYTES
 
@@ -45,10 +45,10 @@ def forward(
     table, spans, starts, sources = tables
     with launch() as threads:
         work = _work(len(q), len(table), starts, 1 if again else TASKS * threads)
-        run(
-            kernels.forward, *_type(q), _most(table), work, table.numpy(), spans.numpy(), *_sources(sources, keys),
+        kernels.forward(
+            threads, *_type(q), _most(table), work, table.numpy(), spans.numpy(), *_sources(sources, keys),
             *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), _matrix(out),
-            lse.numpy(), _type(q)[0].dtype.type(scale), fresh,
+            lse.numpy(), scale, fresh,
         )  # fmt: skip
 
 
@@ -68,11 +68,11 @@ def backward(
     """found: the gradients of q, all keys and all values, to which the tiles add."""
     table, spans, starts, sources = tables
     dq, dkeys, dvalues = found[0], found[1 : 1 + len(keys)], found[1 + len(keys) :]
-    run(
-        kernels.backward, *_type(q), _most(table), _work(len(q), len(table), starts, 1), table.numpy(), spans.numpy(),
+    kernels.backward.run(
+        *_type(q), _most(table), _work(len(q), len(table), starts, 1), table.numpy(), spans.numpy(),
         *_sources(sources, keys), *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values),
         _bias(bias, q),
-        _type(q)[0].dtype.type(scale), _matrix(grad), delta.numpy(), lse.numpy(), _matrix(dq), _matrices(dkeys),
+        scale, _matrix(grad), delta.numpy(), lse.numpy(), _matrix(dq), _matrices(dkeys),
         _matrices(dvalues),
     )  # fmt: skip
 

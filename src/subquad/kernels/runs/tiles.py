@@ -13,10 +13,9 @@ j ≤ i + last and j ≠ i + self.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from subquad.kernels.parallel import exp, inline, kernel
+from subquad.kernels.parallel import exp, inline
 from subquad.kernels.vectors import (
     BYTES,
     exp_row,
@@ -27,6 +26,7 @@ from subquad.kernels.vectors import (
     scale_row,
     transpose,
 )
+from subquad.kernels.workers import Workers
 
 ROWS = 24  # of a product: four times the rows that it keeps in registers
 KEYS = 128  # that are gathered together
@@ -144,14 +144,14 @@ def _absorb(like, size, width, rows, columns, rows_q, kt, rows_v, s, sums, top, 
         multiply_add(like[0], many, width, columns, s.ctypes.data, KEYS, rows_v.ctypes.data, width, into, width, size)
 
 
-@kernel
-def forward(
-    like, size, width, most, work, tiles, spans, sources, shifts, asks, order, q, keys, values, bias, out, lse,
-    scale, fresh,
-):  # fmt: skip
+@Workers
+def forward(worker, workers, arguments):
     """out and lse of the queries of all tiles; a row of `work` is a task: (instance, first tile, behind the last)."""
+    (like, size, width, most, work, tiles, spans, sources, shifts, asks, order, q, keys, values, bias, out, lse,
+     scale, fresh) = arguments[0]  # fmt: skip
+    scale = like.dtype.type(scale)
     nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
-    for task in numba.prange(len(work)):
+    for task in range(worker, len(work), workers):
         g, begin, end = work[task]
         rows_q, sums = np.empty((most, width), like.dtype), np.empty((most, width), like.dtype)
         top, total = np.empty(most, like.dtype), np.empty(most, like.dtype)
@@ -194,16 +194,16 @@ def _add_rows(like, size, width, spans, t, pieces, number, sources, matrices, or
         column += -(-(end - begin) // lanes) * lanes
 
 
-@kernel
-def backward(
-    like, size, width, most, work, tiles, spans, sources, shifts, asks, order, q, keys, values, bias, scale,
-    dout, delta, lse, dq, dkeys, dvalues,
-):  # fmt: skip
+@Workers
+def backward(worker, workers, arguments):
     """dq, dkeys and dvalues += the shares of all tiles, given lse (G, n), inf where a row saw nothing, and delta =
     dout·out - dlse. No two tasks that run together may add to the same keys. `like` holds 1.
     """
+    (like, size, width, most, work, tiles, spans, sources, shifts, asks, order, q, keys, values, bias, scale, dout,
+     delta, lse, dq, dkeys, dvalues) = arguments[0]  # fmt: skip
+    scale = like.dtype.type(scale)
     zero, one = like.dtype.type(0), like.dtype.type(1)
-    for task in numba.prange(len(work)):
+    for task in range(worker, len(work), workers):
         g, begin, end = work[task]
         rows_q, rows_g = np.empty((most, width), like.dtype), np.empty((most, width), like.dtype)
         sums, base, less = np.empty((most, width), like.dtype), np.empty(most, like.dtype), np.empty(most, like.dtype)

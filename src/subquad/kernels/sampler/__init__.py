@@ -16,8 +16,9 @@ at all of them: such a row is sampled as `bernoulli` does, most pairs by bounds 
 Beside the model: exploration δ adds every edge independently with probability δ; `reach` pins the edges |i - j| ≤ reach
 (0: the self-loop); causal keeps j ≤ i; keys outside the key mask have no edges.
 
-`cpu` draws row by row in Numba (`rows`); `reference` runs algorithm 1 as printed, in plain torch on any device. They
-draw from the same distribution, with `bernoulli` the same graphs. A seed gives the same graphs at every call.
+`cpu` draws row by row in Numba (`rows`); `reference` draws all rows at once in torch operators, on any device. Random
+numbers are a hash of the seed, the row and a count, so both draw the same graphs for a seed, but for numbers within
+rounding of a limit.
 """
 
 from subquad.kernels.sampler.op import sample, sample_edges, statistics

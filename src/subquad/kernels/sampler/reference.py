@@ -1,45 +1,27 @@
-"""The sampler in plain torch, on any device: algorithm 1 as printed, or every pair looked at."""
+"""The sampler in torch operators, on any device: the random numbers and the rules of the CPU, all rows at once.
+
+A row walks along its intensity as on the CPU (see `cpu`): the points of its Poisson process are running sums of
+exponential gaps, gap e from number e of the row's random stream. Nothing is drawn by a generator, so the graphs of a
+seed are those of the CPU, but for random numbers that lie within rounding of a limit. Edges are numbers
+(graph·n + row)·m + key. The host waits for the device where it reads how many there are.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from subquad.core.hashing import chances, ranks, streams
+from subquad.core.hashing import chances, ranks, streams, uniforms
 from subquad.kernels.edges import EdgeList
-from subquad.kernels.masks import pack_mask
+from subquad.kernels.masks import blocks, pack_mask
 from subquad.kernels.sampler import rules as limits
 from subquad.kernels.sampler.rules import Rules, refuse
 
-
-def fastrg(
-    y: Tensor, block: Tensor, z: Tensor, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1 as printed, for g graphs at once: y (g, n, k), block (g, k, k), z (g, m, k).
-
-    Returns graph, source and destination of every edge, duplicates not yet merged. D are the column sums.
-    """
-    k = block.shape[-1]
-    d_y, d_z = y.sum(1), z.sum(1)  # (g, k): line 1; the normalisation of line 2 is in `_pick`
-    rates = d_y[:, :, None] * block * d_z[:, None, :]  # (g, k, k): line 3
-    m = torch.poisson(rates.double().sum((1, 2)), generator).long()  # (g,): line 4
-    graph = torch.arange(len(y), device=y.device).repeat_interleave(m)  # (E,)
-    pair = _pick(rates.flatten(1), graph, generator)  # line 7
-    source = _pick(y.mT.flatten(0, 1), graph * k + pair // k, generator)  # line 8
-    destination = _pick(z.mT.flatten(0, 1), graph * k + pair % k, generator)  # line 9
-    return graph, source, destination
-
-
-def _pick(weights: Tensor, rows: Tensor, generator: torch.Generator | None) -> Tensor:
-    """For each entry of `rows` (E,) an index drawn in proportion to that row of weights (r, c): one search for all."""
-    upto = weights.double().cumsum(1)
-    upto = upto / upto[:, -1:].clamp_min(torch.finfo(torch.float64).tiny)  # a row of zeros is never asked for
-    base = torch.arange(len(upto), device=rows.device)
-    u = torch.rand(rows.shape, generator=generator, device=rows.device, dtype=torch.float64)
-    found = torch.searchsorted((upto + base[:, None]).flatten(), u + rows, right=True)
-    return (found - rows * weights.shape[1]).clamp(0, weights.shape[1] - 1)
+HELD = 2**22  # numbers of one kind that are held at a time
 
 
 def sample(
@@ -56,87 +38,160 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of a `Sample`."""
     rules = Rules(sampler, causal, exploration, reach, crossover, alike)
-    (batch, heads, n, _), m = w.shape, z.shape[2]
-    for side, x in (("q", w), ("k", z)):
-        if not bool(x.isfinite().all()):
-            raise refuse(side)
-    numbers, columns = (x.repeat_interleave(heads, 0) for x in ranks(key_mask, batch, n, m, w.device))
-    instance = torch.arange(batch * heads, device=w.device)[:, None] % (heads if alike else batch * heads)
-    state = streams(seed.to(w.device), instance, numbers)  # (B·H, n): the random stream of each row
-    real = torch.ones(batch, m, dtype=torch.bool, device=w.device) if key_mask is None else key_mask
-    real = real.repeat_interleave(heads, 0)  # (B·H, m)
-    w, z = w.flatten(0, 1).double(), z.flatten(0, 1).double() * real[..., None]
-    generator = torch.Generator(w.device).manual_seed(int(seed))
-    bound = (w * z.amax(1, keepdim=True)).sum(-1).clamp(1e-9, 1 - 1e-9)  # (B·H, n)
-    boost = -torch.log1p(-bound) / bound if sampler == "exact" else torch.ones_like(bound)
-    proposals = float((boost * (w * z.sum(1, keepdim=True)).sum(-1)).sum())
-    if sampler == "bernoulli" or (sampler == "exact" and proposals > limits.SWITCH * len(w) * n * m):
-        chance = chances(state[..., None], columns[:, None])  # (B·H, n, m)
-        edges, counts = EdgeList.from_mask(_look(w, z, real, rules, chance)), w.new_tensor([n, 0]).repeat(len(w), 1)
-    else:
-        edges, counts = _propose(w, z, real, boost, rules, generator)
-    masked = _masked(edges.degrees, real, rules)
-    if not masked.any():
-        return (
-            edges.indptr,
-            edges.indices.clone(),
-            edges.indices.new_empty(0, dtype=torch.uint8),
-            edges.degrees,
-            counts.long(),
-        )
+    rows = _Rows.of(w, z, seed, key_mask, rules)
+    graphs, n, m = len(rows.z), w.shape[2], z.shape[2]
+    proposed = torch.zeros_like(rows.place)
+    found = [*_looked(rows, rules), *_walked(rows, rules, proposed)]
+    edge = torch.unique(torch.cat([rows.place[:0], *found]))  # ascending: graph by graph, row by row
+    ends = torch.searchsorted(edge, m * torch.arange(graphs * n + 1, device=edge.device))  # (g·n + 1,)
+    at = n * torch.arange(graphs, device=edge.device)[:, None] + torch.arange(n + 1, device=edge.device)
+    edges = EdgeList(ends[at], (edge % m).int(), m)
+    counts = torch.stack([x.view(graphs, n).sum(1) for x in (rows.dense.long(), proposed)], 1)  # (g, 2)
+    masked = rows.masked(rules).view(graphs, n)
+    if not bool(masked.any()):
+        return edges.indptr, edges.indices, edges.indices.new_empty(0, dtype=torch.uint8), edges.degrees, counts
     seen = edges.to_mask()
     listed = EdgeList.from_mask(seen & ~masked[..., None])
-    return listed.indptr, listed.indices, pack_mask(seen & masked[..., None]), edges.degrees, counts.long()
+    return listed.indptr, listed.indices, pack_mask(seen & masked[..., None]), edges.degrees, counts
 
 
-def _masked(degrees: Tensor, real: Tensor, rules: Rules) -> Tensor:
-    """(B·H, n) bool: the rows that go to the mask, as on a CPU but by the edges that were drawn."""
-    if not 0 <= rules.crossover < 1:
-        return torch.full_like(degrees, rules.crossover < 0, dtype=torch.bool)
-    if rules.causal:
-        return degrees > rules.crossover * real.cumsum(1)
-    return (degrees.sum() > rules.crossover * degrees.shape[1] * real.sum()).expand_as(degrees)
+@dataclass(frozen=True)
+class _Rows:
+    """What is known of every row before anything is drawn. R = g·n rows of g graphs; real numbers are float64."""
+
+    w: Tensor  # (R, k)
+    z: Tensor  # (g, m, k), 0 where a key is padding
+    real: Tensor  # (g, m) bool
+    rank: Tensor  # (g, m): real keys before this one
+    graph: Tensor  # (R,)
+    place: Tensor  # (R,): the number of the row in its graph
+    end: Tensor  # (R,): its keys are those before this one
+    visible: Tensor  # (R,): real keys among them
+    stream: Tensor  # (R,)
+    boost: Tensor  # (R,): c_i
+    points: Tensor  # (R,): the mean number of points, c_i·Σ_j p_ij
+    dense: Tensor  # (R,) bool: look at every key
+    expected: Tensor  # (R,): edges, duplicates counted
+
+    @classmethod
+    def of(cls, w: Tensor, z: Tensor, seed: Tensor, key_mask: Tensor | None, rules: Rules) -> _Rows:
+        (batch, heads, n), m, device = w.shape[:3], z.shape[2], w.device
+        for side, x in (("q", w), ("k", z)):
+            if not bool(x.isfinite().all()):
+                raise refuse(side)
+        numbers, rank = (x.repeat_interleave(heads, 0) for x in ranks(key_mask, batch, n, m, device))
+        graph = torch.arange(batch * heads, device=device)[:, None]  # (g, 1)
+        stream = streams(seed.to(device), graph % (heads if rules.alike else batch * heads), numbers)  # (g, n)
+        real = torch.ones(batch, m, dtype=torch.bool, device=device) if key_mask is None else key_mask
+        real = real.repeat_interleave(heads, 0)
+        x, y = w.flatten(0, 1).double(), z.flatten(0, 1).double() * real[..., None]
+        if rules.causal:
+            sums, tops, upto = y.cumsum(1)[:, :n], y.cummax(1)[0][:, :n], real.cumsum(1)[:, :n]
+        else:
+            sums, tops, upto = y.sum(1, keepdim=True), y.amax(1, keepdim=True), real.sum(1, keepdim=True)
+        rate, visible = (x * sums).sum(-1), upto.expand(-1, n)  # (g, n): Σ_j p_ij
+        boost, dense = torch.ones_like(rate), torch.full_like(rate, rules.sampler == "bernoulli", dtype=torch.bool)
+        if rules.sampler == "exact":
+            bound = (x * tops).sum(-1).clamp(1e-9, 1 - 1e-9)  # no p_ij is above
+            boost = -torch.log1p(-bound) / bound
+            dense = boost * rate > limits.SWITCH * visible
+        extra = rules.exploration * visible + visible.clamp(max=max(0, 2 * rules.reach + 1))
+        expected = torch.minimum(torch.where(dense, 1.0, boost) * rate + extra, visible.double())
+        place = torch.arange(n, device=device).expand_as(stream)
+        end = place + 1 if rules.causal else torch.full_like(place, m)
+        about = (graph.expand_as(place), place, end, visible, stream, boost, boost * rate, dense, expected)
+        return cls(x.flatten(0, 1), y, real, rank, *(t.flatten() for t in about))
+
+    def masked(self, rules: Rules) -> Tensor:
+        """(R,) bool: the rows that go to the mask; see `Sample`."""
+        if not 0 <= rules.crossover < 1 or self.z.shape[1] <= limits.SMALL:
+            return torch.full_like(self.dense, rules.crossover < 1)
+        if rules.causal:
+            return self.expected > rules.crossover * self.visible
+        return (self.expected.sum() > rules.crossover * self.visible.sum()).expand_as(self.dense)
 
 
-def _look(w: Tensor, z: Tensor, real: Tensor, rules: Rules, chance: Tensor) -> Tensor:
-    """Bernoulli(p) for every pair, (g, n, m) bool."""
-    p = w @ z.mT
-    p = p + rules.exploration * (1 - p)
-    row, key = torch.arange(p.shape[1], device=p.device)[:, None], torch.arange(p.shape[2], device=p.device)
-    mask = ((chance < p) | ((row - key).abs() <= rules.reach)) & real[:, None]
-    return mask & (key <= row) if rules.causal else mask
+def _looked(rows: _Rows, rules: Rules) -> Iterator[Tensor]:
+    """Bernoulli(p) for every pair of a dense row."""
+    if not bool(rows.dense.any()):
+        return
+    graphs, m = rows.real.shape
+    w, stream, dense, place = (x.unflatten(0, (graphs, -1)) for x in (rows.w, rows.stream, rows.dense, rows.place))
+    key = torch.arange(m, device=w.device)
+    for t, some, seen in blocks(graphs, w.shape[1], m, rules.causal):
+        p = w[t, some] @ rows.z[t, seen].mT  # (graphs, rows, keys) of the block
+        u = chances(stream[t, some, None], rows.rank[t, None, seen])
+        i, j = place[t, some, None], key[seen]
+        yes = (u < p + rules.exploration * (1 - p)) | ((i - j).abs() <= rules.reach)
+        yes &= dense[t, some, None] & rows.real[t, None, seen]
+        graph, row, drawn = (yes & (j <= i) if rules.causal else yes).nonzero(as_tuple=True)
+        yield ((graph + t.start) * w.shape[1] + row + some.start) * m + drawn + seen.start
 
 
-def _propose(w, z, real, boost, rules: Rules, generator: torch.Generator) -> tuple[EdgeList, Tensor]:
-    """Algorithm 1 at the rate c·p, duplicates merged, thinned if exact. Edge = number (graph·n + row)·m + key."""
-    (graphs, n, k), m = w.shape, z.shape[1]
-    eye = torch.eye(k, dtype=w.dtype, device=w.device).expand(graphs, k, k)  # (the block matrix is in W)
-    graph, row, key = fastrg(w * boost[..., None], eye, z, generator)
-    counts = torch.bincount(graph, minlength=graphs)[:, None] * torch.tensor([0, 1], device=w.device)
-    edge = torch.unique((graph * n + row) * m + key)  # ascending: graph by graph, row by row
-    if rules.sampler == "exact":
-        graph, row, key = edge // (n * m), edge // m % n, edge % m
-        p = (w[graph, row] * z[graph, key]).sum(-1)
-        keep = p / -torch.expm1(-boost[graph, row] * p)
-        edge = edge[torch.rand(p.shape, generator=generator, device=p.device, dtype=p.dtype) < keep]
-    edge = torch.unique(torch.cat((edge, *_beside(graphs, n, m, rules.exploration, rules.reach, generator))))
-    graph, row, key = edge // (n * m), edge // m % n, edge % m
-    edge = edge[real[graph, key] & (key <= row)] if rules.causal else edge[real[graph, key]]
-    ends = torch.searchsorted(edge, m * torch.arange(graphs * n + 1, device=edge.device))  # (g·n + 1,)
-    rows = n * torch.arange(graphs, device=edge.device)[:, None] + torch.arange(n + 1, device=edge.device)
-    return EdgeList(ends[rows], (edge % m).int(), m), counts
+def _walked(rows: _Rows, rules: Rules, proposed: Tensor) -> Iterator[Tensor]:
+    """The other rows: points of the walk, exploration, and what is pinned. Fills in `proposed` (R,)."""
+    chosen = (~rows.dense).nonzero()[:, 0]
+    if not len(chosen):
+        return
+    m, upto = rows.z.shape[1], torch.nn.functional.pad(rows.z.mT.cumsum(2), (1, 0))  # (g, k, m + 1)
+    most = _bound(rows.points[chosen])
+    explored = _bound(rules.exploration * rows.visible[chosen].double()) if rules.exploration else 0
+    for some in chosen.split(max(1, HELD // max(most, explored, rows.w.shape[1]))):
+        row, key, count = _points(rows, rules, some, upto, most)
+        proposed[some] = count
+        yield row * m + key
+        if explored:
+            yield _explored(rows, rules.exploration, some, count, explored)
+        if rules.reach >= 0:
+            key = rows.place[some][:, None] + torch.arange(-rules.reach, rules.reach + 1, device=some.device)
+            inside = (key >= 0) & (key < rows.end[some][:, None])
+            row, key = some[:, None].expand_as(key)[inside], key[inside]
+            yield (row * m + key)[rows.real[rows.graph[row], key]]
 
 
-def _beside(graphs: int, n: int, m: int, exploration: float, reach: int, generator: torch.Generator) -> list[Tensor]:
-    """Edges that do not come from the model: uniform ones (a Poisson number at rate -ln(1 - δ), merged: exactly δ)
-    and the pinned ones."""
-    edges, pairs = [], graphs * n * m
-    if exploration:
-        mean = torch.tensor(-math.log1p(-exploration) * pairs, dtype=torch.float64, device=generator.device)
-        count = int(torch.poisson(mean, generator))
-        edges.append(torch.randint(pairs, (count,), generator=generator, device=generator.device))
-    if reach >= 0:
-        row = torch.arange(graphs * n, device=generator.device)[:, None]
-        key = row % n + torch.arange(-reach, reach + 1, device=generator.device)  # (B·H·n, 2·reach + 1)
-        edges.append((row * m + key)[(key >= 0) & (key < m)])
-    return edges
+def _bound(mean: Tensor) -> int:
+    """What no Poisson number of these means is above: twelve standard deviations."""
+    return int((mean + 12 * mean.sqrt() + 64).max())
+
+
+def _points(rows: _Rows, rules: Rules, some: Tensor, upto: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows and keys of the points that stay, and how many there were in each row, (r,)."""
+    graph, end = rows.graph[some], rows.end[some]
+    slope = rows.boost[some][:, None] * rows.w[some]  # (r, k)
+    length = slope * upto[graph, :, end]  # (r, k): the cluster's share of the walk
+    ends = length.cumsum(1)
+    gaps = -torch.log(uniforms(rows.stream[some][:, None], torch.arange(1, most + 1, device=some.device)))
+    at = gaps.cumsum(1)  # (r, most)
+    inside = at < ends[:, -1:]
+    cluster = torch.searchsorted(ends, at, right=True)[inside]  # (P,)
+    r, x = inside.nonzero()[:, 0], at[inside]
+    x = (x - ends[r, cluster] + length[r, cluster]) / slope[r, cluster]  # the place in the cluster
+    sums, line = upto.flatten(0, 1), graph[r] * upto.shape[1] + cluster
+    key = torch.minimum(_search(sums, line, x), end[r] - 1)
+    stays = sums[line, key + 1] > sums[line, key]  # (rounding could end on a last key that has no share)
+    if rules.sampler == "exact":  # u ≤ p / (1 - exp(-c·p)), u belongs to the pair
+        p, boost = (rows.w[some[r]] * rows.z[graph[r], key]).sum(-1), rows.boost[some[r]]
+        u = chances(rows.stream[some[r]], rows.rank[graph[r], key]).double()
+        stays &= (u * boost <= 1) | (u * -torch.expm1(-boost * p) <= p)
+    return some[r[stays]], key[stays], inside.sum(1)
+
+
+def _search(sums: Tensor, line: Tensor, x: Tensor) -> Tensor:
+    """The last place j with sums[line, j] ≤ x, before the end of the line; sums never fall. By halves."""
+    last = sums.shape[1] - 2
+    j = torch.zeros_like(line)
+    for bit in reversed(range(max(1, last).bit_length())):
+        further = (j + (1 << bit)).clamp(max=last)
+        j = torch.where(sums[line, further] <= x, further, j)
+    return j
+
+
+def _explored(rows: _Rows, exploration: float, some: Tensor, count: Tensor, most: int) -> Tensor:
+    """Every visible key with probability δ: jumps from one to the next, with the random numbers behind the points."""
+    step = torch.arange(most, device=some.device)
+    u = uniforms(rows.stream[some][:, None], count[:, None] + 2 + step)  # (r, most)
+    number = (torch.log(u) / math.log1p(-exploration)).floor().cumsum(1) + step  # of a visible key
+    inside = number < rows.visible[some][:, None]
+    row = some[inside.nonzero()[:, 0]]
+    listed = (~rows.real).byte().argsort(dim=1, stable=True)  # (g, m): the real keys, ascending, then the others
+    return row * rows.z.shape[1] + listed[rows.graph[row], number[inside].long()]

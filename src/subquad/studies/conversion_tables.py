@@ -1,0 +1,75 @@
+"""What `subquad study conversion` measured, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import mean
+from typing import Any
+
+from subquad.studies.tables import markdown
+
+Result = dict[str, Any]
+ALONE = "window and sinks alone"
+
+
+def losses(result: Result) -> str:
+    """Nats above full attention beyond the window, in each text, and the share of the gap that is closed."""
+    rows = result["losses"]
+    books, found = _of(rows, "text"), {(row["attention"], row["text"]): row for row in rows}
+    lines = []
+    for name in _of(rows, "attention"):
+        own = [(found.get((name, book)), found[("full", book)]) for book in books]
+        cells = [_above(one, full) for one, full in own]
+        shares = [closed(found, name, book) for book in books]
+        known = [share for share in shares if share is not None]
+        whole = [one["loss"] - full["loss"] for one, full in own if one is not None]
+        lines.append([f"`{name}`" if ":" in name else name, *cells, f"{mean(whole):+.3f}"])
+        lines[-1].append(f"{mean(known):.0%}" if known and name not in ("full", ALONE) else "")
+    return markdown(["attention", *books, "whole text, mean", "gap closed, mean"], lines)
+
+
+def closed(found: dict[tuple[str, str], Result], name: str, book: str) -> float | None:
+    """The share of the gap between window and sinks alone and full attention that is closed beyond the window."""
+    one, alone, full = (found.get((each, book)) for each in (name, ALONE, "full"))
+    if one is None or alone is None or full is None:
+        return None
+    gap = alone["beyond"] - full["beyond"]
+    return (alone["beyond"] - one["beyond"]) / gap if gap > 0 else None  # no gap: the window sees everything
+
+
+def _above(one: Result | None, full: Result) -> str:
+    if one is None:
+        return "not measured"
+    return f"{one['beyond']:.3f}" if one is full else f"{one['beyond'] - full['beyond']:+.3f}"
+
+
+def speeds(result: Result) -> str:
+    """Converted against original, by the length of the prompt."""
+    lines = []
+    for row in sorted(result["speeds"], key=lambda row: row["n"]):
+        old, new = row["original"], row["converted"]
+        faster = [f"{old[key] / new[key]:.2f} ×" for key in ("prefill", "decode")]
+        smaller = [f"{new[key] / old[key]:.2f}" for key in ("memory", "cache")]
+        size = f"{new['cache'] / 2**20:,.0f} of {old['cache'] / 2**20:,.0f} MiB"
+        lines.append([f"{row['n']:,}", *faster, *smaller, size])
+    return markdown(["tokens", "prefill", "decode", "memory of the prefill", "cache", "bytes of the cache"], lines)
+
+
+def passkeys(result: Result) -> str:
+    """Which share of the hidden numbers is found, by distance, and the loss of their tokens."""
+    rows = result["passkeys"]
+    places = sorted({(row["n"], row["distance"]) for row in rows})
+    found = {(row["attention"], row["n"], row["distance"]): row for row in rows}
+    lines = []
+    for name in _of(rows, "attention"):
+        cells = (found.get((name, *place)) for place in places)
+        shown = ("" if one is None else f"{one['found']:.0%} ({one['loss']:.2f})" for one in cells)
+        lines.append([f"`{name}`" if ":" in name else name, *shown])
+    return markdown(["number said, tokens back", *(f"{distance:,} of {n:,}" for n, distance in places)], lines)
+
+
+def _of(rows: Sequence[Result], key: str) -> list[str]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+SHOWN: dict[str, Callable[[Result], str]] = {"losses": losses, "speeds": speeds, "passkeys": passkeys}
