@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import subquad
+from subquad.attention.base import draw_seed
 from subquad.attention.registry import mechanism
 from subquad.testing.case import Case, close, gradients
 from subquad.testing.streaming import make, one_call, stream
@@ -72,13 +73,36 @@ def test_fewer_key_heads(name):
     close(got, a(*xs, seed=SEED), 1e-9, "two key heads for four query heads")
 
 
-@pytest.mark.parametrize(
-    "spec", ["combiner-fixed", "combiner-window:window=9", "longformer:window=12", "fixed", "full"]
-)
-def test_dropout_is_that_of_one_call(spec):
-    a, xs = of(spec, dropout=0.4).train(), inputs(60)
-    got, _ = in_chunks(a, xs, (5, 1, 30, 24))
-    close(got, a(*xs, seed=SEED), 1e-9, "dropout by the seed of the state")
+# dropout counts a key by where it is stored, which in these depends on how many tokens there are
+STORED_BY_LENGTH = {"combiner-logsparse", "combiner-plan"}
+
+
+@pytest.mark.parametrize("name", sorted({*STREAMING} - STORED_BY_LENGTH))
+@pytest.mark.parametrize("rollback", [0, 64])  # a chunk through the kernels, and token by token
+def test_dropout_is_that_of_one_call(name, rollback):
+    uneven = torch.arange(41) >= torch.tensor([[0], [5]])  # a row behind padding
+    for example in (x for x in mechanism(name).examples if x.get("causal", True)):
+        case = Case(name, True, example)
+        module = case.make(dropout=0.4, **({"max_length": 72} if "max_length" not in example else {})).train()
+        torch.manual_seed(2)
+        seed = draw_seed() if case.is_layer else SEED  # a layer draws it from torch's generator
+        for mask in (None, uneven):
+            with torch.no_grad():
+                got, _ = stream(case, module, case.inputs(41), (1, 1, 6, 20, 13), mask, seed=seed, rollback=rollback)
+                want = one_call(case, module, case.inputs(41), mask, seed)
+            real = torch.ones_like(uneven) if mask is None else mask
+            close(case.rows(got, real), case.rows(want, real), 1e-9, f"{case.title}, dropout by the seed of the state")
+
+
+@pytest.mark.parametrize("spec", ["strided:w=4,map=entmax", "full:map=entmax", "combiner-plan"])
+def test_rows_of_a_padded_batch_drop_for_themselves(spec):
+    """The same tokens in two rows of different lengths: dropout is that of the row's own number."""
+    options = mechanism("combiner-plan").examples[0] if spec == "combiner-plan" else {}
+    a = of(spec, dropout=0.5, **options).train()
+    xs = [x[:1].expand(2, -1, -1, -1) for x in inputs(40)]
+    mask = torch.arange(40) < torch.tensor([[40], [39]])
+    padded = a(*xs, key_mask=mask, seed=SEED)
+    assert (padded[0, :, :30] - padded[1, :, :30]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

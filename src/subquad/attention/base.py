@@ -293,6 +293,11 @@ class Attention(nn.Module):
         """
         return attend_kept(q, k, v, seen, self.options.softmax_scale, factors)
 
+    def instances(self, batch: int, device: torch.device) -> Tensor:
+        """By which numbers dropout counts the heads of a batch, int64 (B, H)."""
+        heads = self.options.num_heads
+        return torch.arange(batch * heads, device=device).view(batch, heads)
+
     # ---- inside a layer ----
 
     def attend_tokens(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from subquad.attention.base import Call
 from subquad.attention.combiner import Combiner, CombinerOptions
+from subquad.core.hashing import seed_from
 from subquad.core.numbers import settled
 from subquad.core.options import option
 from subquad.kernels.edges import EdgeList, edge_attention
@@ -82,7 +83,8 @@ class CombinerPlan(Combiner):
         rows = []
         for b, size in enumerate(call.lengths.tolist()):
             mask = None if call.key_mask is None else call.key_mask[b : b + 1, :size]
-            own = call._replace(key_mask=mask, lengths=None)
+            seed = seed_from(call.seed, b * q.shape[1]) if call.dropout and call.seed is not None else None
+            own = call._replace(key_mask=mask, lengths=None, seed=seed)
             x, y, z = (t[b : b + 1, :, :size] for t in (q, k, v))
             out = self._attend(x, y, z, own) if size else x
             rows.append(F.pad(out, (0, 0, 0, q.shape[2] - size)))

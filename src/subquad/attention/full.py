@@ -133,14 +133,21 @@ def sdpa(q, k, v, mask: Tensor | None, *, causal: bool, scale: float, call: Call
     return (out if empty is None else out.masked_fill(empty, 0)).to(kind)
 
 
-def drop(weights: Tensor, call: Call) -> Tensor:
-    """Dropout on weights (B, H, n, m), by the seed of the call."""
+def drop(weights: Tensor, call: Call, *, to_tokens: bool = True) -> Tensor:
+    """Dropout on weights (B, H, n, m), by the seed of the call; `to_tokens`: the columns are tokens.
+
+    Tokens count from the first real one of their row: leading padding moves no random number.
+    """
     if not call.dropout:
         return weights
     assert call.seed is not None
     b, h, n, m = weights.shape
     instance = torch.arange(b * h, device=weights.device).view(b, h, 1, 1)
     row, column = torch.arange(n, device=weights.device)[:, None], torch.arange(m, device=weights.device)
+    if call.key_mask is not None and call.lengths is None:  # rows that do not begin at slot 0
+        first = call.key_mask.int().argmax(1).view(b, 1, 1, 1)
+        row = row - first if n == call.key_mask.shape[1] else row
+        column = column - first if to_tokens and m == call.key_mask.shape[1] else column
     seed = call.seed.to(weights.device)
     return weights * dropout_factors(seed, call.dropout, instance, row, column, weights.dtype)
 

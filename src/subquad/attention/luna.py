@@ -72,7 +72,9 @@ class Luna(OutputAttention):
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, call: Call) -> Tensor:
         pack, count = self._packing(scores, call)  # (B, H, n, l), (B or 1, 1, n, 1)
         found = kernel_sums(q * self.options.softmax_scale, k, pack, causal=True, normalise=False) / count
-        return kernel_sums(drop(found.softmax(-1), call), pack, v, causal=True, normalise=False) / count
+        return (
+            kernel_sums(drop(found.softmax(-1), call, to_tokens=False), pack, v, causal=True, normalise=False) / count
+        )
 
     def _packing(self, scores: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """c of the docstring, 0 at padding, and t."""

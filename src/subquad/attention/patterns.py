@@ -20,15 +20,15 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Call
-from subquad.attention.full import MapOptions, masked_map
+from subquad.attention.full import MapOptions, drop, masked_map
 from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.named import NamedKeys
 from subquad.attention.states.state import Memory
+from subquad.core.hashing import seed_from
 from subquad.core.numbers import settled
 from subquad.core.options import option
 from subquad.kernels.edges import edge_attention, edge_mapped_attention
@@ -132,6 +132,13 @@ class PatternAttention(Attention):
             outs.append(merge_attention(x, [y], [z], text, which, q.shape[2], scale=scale, **about))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
+    def instances(self, batch: int, device: torch.device) -> Tensor:
+        """Groups of heads that have kernels of their own count from 0 each."""
+        if self.options.map != "softmax" or not self._has_parts:
+            return super().instances(batch, device)
+        groups = [len(heads) for heads, _ in self.head_groups()]
+        return torch.cat([torch.arange(batch * size, device=device).view(batch, size) for size in groups], 1)
+
     def attend_last(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """The last queries (B, H, t, d) of a sequence of n tokens, k and v (B, H or H/g, n, d), real (B, n) of them."""
         n, text, scale = k.shape[2], self._text(k.shape[2]), self.options.softmax_scale
@@ -179,7 +186,7 @@ class PatternAttention(Attention):
             seen = pattern_mask(q, text, self._families(), q.shape[2], call.lengths)  # (B, 1 or H, n, n)
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             weights = masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
-            return F.dropout(weights, call.dropout).to(v.dtype) @ v
+            return drop(weights, call).to(v.dtype) @ v
         scale, n = self.options.softmax_scale, q.shape[2]
         sizes = [n] * len(q) if call.lengths is None else call.lengths.tolist()
         out, first = torch.zeros_like(q), 0
@@ -190,7 +197,8 @@ class PatternAttention(Attention):
             first = b
             if size:
                 x, y, z = (t[rows, :, :size] for t in (q, k, v))
-                about: dict[str, Any] = {"dropout": call.dropout, "seed": call.seed}
+                seed = seed_from(call.seed, rows.start * q.shape[1]) if call.dropout and call.seed is not None else None
+                about: dict[str, Any] = {"dropout": call.dropout, "seed": seed}
                 mask = None if call.key_mask is None else call.key_mask[rows, :size]
                 edges = self._edges(text, x, None)
                 found = edge_mapped_attention(x, y, z, edges, self.map_of_heads, scale=scale, key_mask=mask, **about)

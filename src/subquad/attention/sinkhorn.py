@@ -27,12 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Call, Capabilities
-from subquad.attention.full import sdpa
+from subquad.attention.full import drop, masked_map, sdpa
 from subquad.attention.outputs import within_rows
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.runs import Runs, attend_runs
 from subquad.kernels.runs.op import EVERYTHING
+from subquad.probability import Softmax
 
 ABSENT = -1e30  # the logarithm of 0, as a number
 
@@ -131,10 +132,10 @@ class Sinkhorn(Attention):
         sorted_ = own.new_ones(1, 1, 1, 1) if exist is None else exist
         if self.options.causal:
             sorted_ = sorted_ & (torch.arange(count, device=q.device) > 0)[:, None]
-        mask = torch.cat((own, sorted_[..., None, :].expand(own.shape)), -1).flatten(1, 2)  # (B, H·N, s, 2s)
-        x, y, z = (t.flatten(1, 2) for t in (_cut_up(q, size), keys, values))
-        out = sdpa(x, y, z, mask, causal=False, scale=self.options.softmax_scale, call=call)
-        return out.view(b, h, count * size, -1)
+        seen = torch.cat((own, sorted_[..., None, :].expand(own.shape)), -1)  # (B, H, N, s, 2s)
+        weights = masked_map(Softmax(), _cut_up(q, size), keys, seen, None, self.options.softmax_scale)
+        weights = drop(weights.flatten(2, 3), call).view_as(weights)  # a query counts by its position
+        return (weights @ values).flatten(2, 3)
 
     def _cut(self, q: Tensor, blocks: _Blocks, call: Call) -> Tensor:
         """The first sorted blocks, for everyone."""

@@ -32,9 +32,24 @@ def streams_in_any_split(case: Case) -> None:
             got, want = (x * _as(x, mask, case) for x in (got, want))
         what = f"in chunks of {sizes}, {'no' if mask is None else 'every kind of'} padding"
         close(got, want, 1e-9, f"value {what}")
+        if mask is None:  # without gradients states are written in place, the first of many tokens at once
+            with torch.no_grad():
+                other, _ = stream(case, module, xs, (n - 8, 1, 2, 5), seed=seed, rollback=0)
+            close(other, want, 1e-9, "value in chunks without gradients")
         pairs = zip(gradients(got, xs, module), gradients(want, xs, module), strict=True)
         for name, (a, b) in zip(gradient_names(case, module), pairs, strict=True):
             close(a, b, 1e-9, f"gradient of {name} {what}")
+    if case.able.padding:
+        _streams_behind_padding(case, module, seed)
+
+
+def _streams_behind_padding(case: Case, module: Any, seed: Tensor) -> None:
+    """The first chunks of all rows may be nothing but padding."""
+    xs, mask = case.inputs(20), torch.arange(20).expand(2, 20) >= 7
+    with torch.no_grad():
+        got, state = stream(case, module, xs, (1, 4, 9, 6), mask, seed=seed)
+        close(case.rows(got, mask), case.rows(one_call(case, module, xs, mask, seed), mask), 1e-9, "behind padding")
+    assert state.length.tolist() == [13, 13], f"state.length behind padding is {state.length.tolist()}"
 
 
 def state_is_a_value(case: Case) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention.states.keys import Keys
+from subquad.attention.states.keys import Keys, factors_of
 from subquad.attention.states.state import Buffers, Chunk, grown, write
 from subquad.supports.kept import EVERYTHING, Ranges
 
@@ -34,9 +34,15 @@ class Chosen(Keys):
         """bool (B, H, t, m)."""
         return module.chosen(chunk.q, buffers["k"], seen, chunk.position)
 
+    def _factors(self, module: Any, chunk: Chunk, columns: Tensor, seed: Tensor | None) -> Tensor:
+        """A key is dropped for all queries of a head: see `full.drop_keys`."""
+        return factors_of(module, chunk, torch.zeros_like(columns), columns, seed)
+
 
 class Labelled(Chosen):
     """Routing: every key has the number of its cluster, (B, H, slots, 1)."""
+
+    _factors = Keys._factors  # a weight is dropped for itself
 
     def empty(self, chunk: Chunk) -> Buffers:
         buffers = super().empty(chunk)
@@ -52,6 +58,12 @@ class Labelled(Chosen):
         trash = buffers["k"].shape[2] - 1
         slot = chunk.position if chunk.here is None else torch.where(chunk.here, chunk.position, trash)
         return buffers | {"label": write(buffers["label"], slot, module.labels(chunk.q, chunk.k))}
+
+    def written_run(self, module, chunk, buffers, length, first):
+        buffers = super().written_run(module, chunk, buffers, length, first)
+        stop = first + chunk.q.shape[2]
+        buffers["label"][:, :, first:stop] = module.labels(chunk.q, chunk.k)
+        return buffers
 
     def choose(self, module, chunk, buffers, seen):
         return seen & (module.labels(chunk.q, chunk.k) == buffers["label"].mT)

@@ -32,6 +32,8 @@ class Graphs(Replay):
         w, z = module.memberships(q, k)  # (B, H, t, c)
         tokens = {"q": chunk.q, "k": chunk.k, "v": chunk.v}
         buffers = appended(self._with_z(module, state), tokens | {"z": z}, chunk, n)
+        if n == 0:  # nothing but padding so far
+            return torch.zeros_like(chunk.q), buffers
         real = buffers["real"][:, :n] & (torch.arange(n, device=length.device) < length[:, None])
         rows = w.new_zeros(*w.shape[:2], n + 1, w.shape[3])  # only the new rows draw
         slot = chunk.position if chunk.here is None else torch.where(chunk.here, chunk.position, n)

@@ -257,18 +257,18 @@ class Keys(Memory):
         k, v = (buffers[name][:, :, :used] for name in ("k", "v"))
         factors = None
         if module.training and module.options.dropout:
-            columns = torch.cat(
-                [e + one.source * SOURCE for one, e in zip(self.kept, entries, strict=True)], -1
-            )  # (B, slots)
-            factors = factors_of(module, chunk, columns, seed)
+            numbers = [e + one.source * SOURCE for one, e in zip(self.kept, entries, strict=True)]
+            factors = self._factors(module, chunk, torch.cat(numbers, -1)[:, None, None], seed)
         return module.attend_kept(chunk.q, k, v, seen, chunk.position, factors)
 
+    def _factors(self, module: Any, chunk: Chunk, columns: Tensor, seed: Tensor | None) -> Tensor:
+        """What dropout multiplies the weights with: a weight is dropped for itself, by its query and its key."""
+        return factors_of(module, chunk, chunk.position[:, None, :, None], columns, seed)
 
-def factors_of(module: Attention, chunk: Chunk, columns: Tensor, seed: Tensor | None) -> Tensor:
-    """What dropout multiplies the weights with, (B, H, t, m): by positions, as in one call."""
+
+def factors_of(module: Attention, chunk: Chunk, rows: Tensor, columns: Tensor, seed: Tensor | None) -> Tensor:
+    """What dropout multiplies weights with, by the numbers of their rows and columns, broadcast to (B, H, t, m)."""
     assert seed is not None
-    b, h = chunk.q.shape[:2]
-    instance = torch.arange(b * h, device=columns.device).view(b, h, 1, 1)
-    where = (instance, chunk.position[:, None, :, None], columns[:, None, None])
+    instance = module.instances(len(chunk.q), columns.device)[..., None, None]
     work = torch.promote_types(chunk.q.dtype, torch.float32)
-    return dropout_factors(seed.to(columns.device), module.options.dropout, *where, work)
+    return dropout_factors(seed.to(columns.device), module.options.dropout, instance, rows, columns, work)

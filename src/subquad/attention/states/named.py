@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.attention.states.keys import Keys, factors_of
+from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Buffers, Chunk
 
 PAIRS = 1 << 20  # keys of all queries of a step that are copied at a time
@@ -52,7 +52,7 @@ class NamedKeys(Keys):
         keys, values = (x.repeat_interleave(h // x.shape[1], 1) if x.shape[1] < h else x for x in (keys, values))
         factors = None
         if module.training and module.options.dropout:
-            factors = factors_of(module, chunk, named, seed)
+            factors = self._factors(module, chunk, named, seed)
         return self._map(module, chunk.q, keys, values, exists, factors)
 
     @staticmethod

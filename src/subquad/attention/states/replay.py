@@ -20,6 +20,8 @@ class Replay(Memory):
         length = state.length + chunk.added  # (B,)
         n = int(length.max())
         buffers = appended(state.buffers, {"q": chunk.q, "k": chunk.k, "v": chunk.v}, chunk, n)
+        if n == 0:  # nothing but padding so far
+            return torch.zeros_like(chunk.q), buffers
         q, k, v = (buffers[name][:, :, :n] for name in "qkv")
         place = torch.arange(n, device=length.device)
         real = buffers["real"][:, :n] & (place < length[:, None])  # (B, n)

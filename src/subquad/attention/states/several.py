@@ -84,7 +84,7 @@ class SumsBeside(Memory):
     def extend(self, module: Any, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
         t, buffers, length, outs = chunk.q.shape[2], dict(state.buffers), state.length, []
         if not buffers:
-            buffers = self.empty(module, chunk)
+            buffers = self.empty(module, chunk, state.seed)
             if t > self.margin:
                 return whole(module, chunk, state.seed), self.fill(module, chunk, buffers, state)
         for first in range(0, t, self.margin):
@@ -94,9 +94,9 @@ class SumsBeside(Memory):
             length = length + piece.added
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
 
-    def empty(self, module: Any, chunk: Chunk) -> Buffers:
+    def empty(self, module: Any, chunk: Chunk, seed: Tensor | None) -> Buffers:
         found: Buffers = {}
-        for one, terms in zip(self.sums, self.terms(module, chunk.part(0, 1), None), strict=True):
+        for one, terms in zip(self.sums, self.terms(module, chunk.part(0, 1), seed), strict=True):
             found |= one.empty(terms.b, terms.b.shape[3], terms.v.shape[3], False)
         return found
 
@@ -156,8 +156,8 @@ class NearAndFar(SumsBeside):
         near = replace(state, buffers=inner(state.buffers, "near."))
         return super().earliest(state).maximum(self.near.earliest(near))
 
-    def empty(self, module, chunk):
-        return super().empty(module, chunk) | outer(self.near.empty(chunk), "near.")
+    def empty(self, module, chunk, seed):
+        return super().empty(module, chunk, seed) | outer(self.near.empty(chunk), "near.")
 
     def fill(self, module, chunk, buffers, state):
         after = torch.zeros_like(state.length) + chunk.added
