@@ -88,6 +88,7 @@ def test_other_lengths_and_numbers(two):
         two.run(compare, "combiner-window:span=4,window=6,sinks=3", causal, 31, "none", "float64", 0.0, 4, 2)
         two.run(compare_layer, "composite-slice:slice_length=5", causal, 23, "left", "float64", 0.3)
         two.run(compare_layer, "composite-slice:slice_length=4,local=mlp", causal, 23, "left", "float64", 0.3)
+    two.run(compare, "combiner-fixed:span=128", True, 64, "none", "float32")  # one process has the whole span
     two.run(compare, "full", True, 22, "right", "float64", 0.2, 2, 2, "zigzag")
     two.run(compare, "full", True, 3, "none", "float64", 0.0, 2, 2, "zigzag")
 

@@ -33,7 +33,7 @@ def forward(chosen: Rows, q: Tensor, keys, values, valid, scale, seed, dropout) 
     with launch() as threads:
         work = _Work(chosen, q, threads)
         tables = work.tables(q, [*zip(keys, values, strict=True)], valid)
-        ends = (_matrix(q), _matrix(out), lse.view(-1, q.shape[2]).numpy(), *_numbers(q, scale, seed, dropout))
+        ends = (_matrix(q), _matrix(out), lse.flatten(0, 1).numpy(), *_numbers(q, scale, seed, dropout))
         for phase in range(work.phases):
             tiles.forward(threads, *_type(q), work.bands_of(phase), *tables, *ends)
     return out, lse
@@ -51,7 +51,7 @@ def backward(chosen: Rows, grad, q: Tensor, keys, values, out, lse, valid, scale
         pairs = [*zip(keys, values, strict=True)]
         dkv = [[make((shares * len(x), *x.shape[1:]), dtype=q.dtype) for x in pair] for pair in pairs]
         tables = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
-        ends = (*(_matrix(x) for x in (q, out, grad, dq)), lse.reshape(-1, q.shape[2]).numpy())
+        ends = (*(_matrix(x) for x in (q, out, grad, dq)), lse.flatten(0, 1).numpy())
         for tasks in work.groups_of(least, shares):
             tiles.backward(threads, *_type(q), tasks, *tables, *ends, *_numbers(q, scale, seed, dropout), clear)
     if shares > 1:
