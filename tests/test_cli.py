@@ -257,6 +257,12 @@ def test_every_command_has_help_with_an_example(run, command):
     assert "Usage: " in result.stdout and ("Example: " in result.stdout or command == "study")
 
 
+def test_defaults_in_words_are_shown(run):
+    """rich takes words in square brackets for markup and shows nothing."""
+    shown = " ".join(run("advise --help").stdout.replace("│", " ").split())
+    assert "Available memory, such as 4GiB. Default: that of this machine." in shown
+
+
 # ---- before torch is loaded --------------------------------------------------------------------------------
 
 AT_ONCE = ("--help", "list", "--version", "", "list --json", "tasks", "lst", "--nonsense", "show fixd",

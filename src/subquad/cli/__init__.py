@@ -166,7 +166,7 @@ def subquad(
         typer.Option(
             "--import",
             metavar="MODULE",
-            help="Import a module first, so that the mechanisms and tasks it registers are known; may be repeated.",
+            help="Import a module first, so that the mechanisms and tasks it registers are available; may be repeated.",
         ),
     ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,

@@ -37,12 +37,12 @@ def add_to(app: typer.Typer) -> None:
 
 def advise(
     n: Annotated[int, typer.Option("--n", min=1, help="Length of the sequences.")],
-    causal: Annotated[bool, typer.Option("--causal", help="Ask about causal attention.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Rank causal attention.")] = False,
     width: Annotated[int, typer.Option(min=1, help="Width of the layer, a multiple of the number of heads.")] = 512,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory that there is, such as 4GiB. [default: that of this machine]", show_default=False),
+        typer.Option(help="Available memory, such as 4GiB. Default: that of this machine.", show_default=False),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     layers: Annotated[
@@ -52,16 +52,16 @@ def advise(
     decode: Annotated[bool, typer.Option("--decode", help="Rank by one decode step after n tokens.")] = False,
     attention: Annotated[
         str | None,
-        typer.Option(help="Only these mechanisms, comma-separated. [default: all]", show_default=False),
+        typer.Option(help="Only these mechanisms, comma-separated. Default: all.", show_default=False),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help=f"Show all mechanisms, not the first {FIRST}.")] = False,
+    every: Annotated[bool, typer.Option("--all", help=f"Show all mechanisms, not only the first {FIRST}.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Rank the mechanisms for a length, a size and a machine.
 
     Times and memory are predicted by a cost model, fitted to what `subquad calibrate` measured on this machine, or to
-    measurements that come with the package. Mechanisms that fit into the memory come first; among them those in which
-    every token can reach every other within --layers layers (12 where it is not given), the fastest first.
+    measurements that come with the package. Mechanisms that fit into the memory are listed first; among these, the
+    ones in which every token can reach every other within --layers layers (12 if not given) come first, by time.
     """
     if width % heads:
         raise typer.BadParameter(f"--width must be a multiple of --heads {heads}, not {width}")
@@ -207,7 +207,7 @@ def quality(row: Row) -> str:
 def nearest_possible(advice: Advice, console: Console) -> None:
     """Nothing fits: what would."""
     wish = advice.wish
-    console.print(f"\nnothing fits into {show_bytes(wish.memory)}; the nearest that would:", style="bold")
+    console.print(f"\nnothing fits into {show_bytes(wish.memory)}; what would fit:", style="bold")
     by_length = sorted(advice.rows, key=lambda row: -row.longest)[:FIRST]
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("attention", overflow="fold")
@@ -227,10 +227,10 @@ def remarks(advice: Advice, rows: list[Row]) -> list[str]:
     if advice.fitting:
         lines.append(
             "reaches all: layers until every token has seen every "
-            f"{'earlier one' if wish.causal else 'other'}; by content: if the tokens choose so"
+            f"{'earlier one' if wish.causal else 'other'}; by content: possible, depending on the tokens"
         )
     if advice.fitting and wish.causal and not wish.decode:
-        lines.append("decode: one step of one layer after n tokens; state: what its attention keeps for that")
+        lines.append("decode: one step of one layer after n tokens; state: what its attention keeps for it")
     results = advice.results
     if advice.fitting and results is not None:
         way = "causal" if results.causal else "bidirectional"
@@ -253,29 +253,30 @@ def remarks(advice: Advice, rows: list[Row]) -> list[str]:
 
 def calibrate(
     specs: Annotated[
-        list[str] | None, typer.Argument(metavar="[SPEC]...", help="Mechanisms with their options. [default: all]")
+        list[str] | None, typer.Argument(metavar="[SPEC]...", help="Mechanisms with their options. Default: all.")
     ] = None,
     causal: Annotated[
         bool | None,
-        typer.Option("--causal/--bidirectional", help="Only this direction. [default: both]", show_default=False),
+        typer.Option("--causal/--bidirectional", help="Only this direction. Default: both.", show_default=False),
     ] = None,
     memory: Annotated[
         bool,
         typer.Option(
-            "--memory", help="Measure memory too. Without it, only that of mechanisms the package has no figures for."
+            "--memory", help="Measure memory too; otherwise only for mechanisms that the package has no figures for."
         ),
     ] = False,
     minutes: Annotated[
         float, typer.Option(min=0, help="Stop after about this many minutes.", show_default=False)
     ] = math.inf,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure everything anew.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure everything again.")] = False,
     file: Annotated[
-        Path | None, typer.Option("--out", help="Where to keep it. [default: the cache folder]", show_default=False)
+        Path | None,
+        typer.Option("--out", help="File for the measurements. Default: in the cache folder.", show_default=False),
     ] = None,
 ) -> None:
     """Measure layers of every mechanism on this machine, for `subquad advise`.
 
-    It takes a few minutes on a quiet machine. Run the same command again to resume it.
+    This takes many minutes on an idle machine. Run the same command again to resume it.
     """
     for spec in specs or ():
         check_name(spec)
@@ -290,7 +291,9 @@ def calibrate(
     if path.exists() and not overwrite:
         points = Points.read(path)
         if points.about != here:
-            err().print(f"{path} was measured on another machine or with other versions: starting anew", soft_wrap=True)
+            err().print(
+                f"{path} was measured on another machine or with other versions: starting again", soft_wrap=True
+            )
             points = Points(here)
     ways = (True, False) if causal is None else (causal,)
     wanted = subjects(None if specs is None else dict.fromkeys(["full", *specs]), ways, strict=specs is not None)

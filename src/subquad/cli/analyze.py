@@ -36,14 +36,14 @@ def analyze(
     context: typer.Context,
     spec: Annotated[str | None, typer.Argument(metavar="SPEC", help="A mechanism with its options.")] = None,
     n: Annotated[
-        int | None, typer.Option("--n", min=1, max=LONGEST, help="Length of the sequences. [default: 256]")
+        int | None, typer.Option("--n", min=1, max=LONGEST, help="Length of the sequences. Default: 256.")
     ] = None,
     causal: Causal = None,
     map: Annotated[
         str | None, typer.Option("--map", help="Probability map: a name, or module:function for one of your own.")
     ] = None,
     sets: Sets = None,
-    png: Annotated[Path | None, typer.Option(help="Draw how the hop sets grow into this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the growth of the hop sets into this file.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Print a table of all mechanisms.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="With --all, print the table in Markdown.")] = False,

@@ -1,4 +1,4 @@
-"""`subquad bench SPEC…`: the command, what goes with what, and which room measures it."""
+"""`subquad bench SPEC…`: the command, which flags can be combined, and which module measures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from subquad.attention.registry import check_name
 if TYPE_CHECKING:
     from subquad.bench import Setting
 
-# The measurements of their own, and the flags that each of them takes; any other flag that is given is refused.
+# The special measurements and the flags that each of them takes; any other flag raises an error.
 _SHARED = {"specs", "n", "heads", "head_dim", "batch", "repeats", "json"}
 TAKES = {
     "decode": _SHARED | {"chunk", "causal"},  # always causal
@@ -40,7 +40,7 @@ def bench(
         typer.Option("--n", help="Sequence lengths, comma-separated. Default: 1024,4096,8192; with --peers 4096."),
     ] = None,
     backward: Annotated[
-        bool, typer.Option("--backward", help="Measure forward and backward, not forward alone.")
+        bool, typer.Option("--backward", help="Measure forward and backward, not only forward.")
     ] = False,
     causal: Annotated[
         bool, typer.Option("--causal", help="Measure causal attention, against causal full attention.")
@@ -52,40 +52,41 @@ def bench(
     ] = None,
     ragged: Annotated[
         bool,
-        typer.Option("--ragged", help="Rows of n/2 to n tokens, padded: also against the same batch without padding."),
+        typer.Option("--ragged", help="Measure padded rows of n/2 to n tokens, also against rows without padding."),
     ] = False,
     dropout: Annotated[
         float | None,
         typer.Option(
-            help="Attention dropout in training, a probability: also against the same step without dropout.",
+            help="Probability of attention dropout in training, also measured against a step without dropout.",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
         bool,
         typer.Option(
-            "--model", help="Measure a whole training step of a model of 6 layers, as wide as all heads together."
+            "--model", help="Measure a training step of a whole model with 6 layers, as wide as all heads together."
         ),
     ] = False,
     decode: Annotated[
         bool,
         typer.Option("--decode", help="Measure streaming: one decode step after n tokens, the state, and the prefill."),
     ] = False,
-    chunk: Annotated[int, typer.Option(min=1, help="With --decode: tokens of a chunk of the prefill.")] = 1024,
-    device: Annotated[str, typer.Option(help="Where to measure: cpu or cuda.")] = "cpu",
+    chunk: Annotated[int, typer.Option(min=1, help="With --decode: number of tokens of a prefill chunk.")] = 1024,
+    device: Annotated[str, typer.Option(help="Device to measure on: cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Dtype of the tensors: float32, bfloat16 or float16.")] = "float32",
-    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time counts.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time is reported.")] = 3,
     processes: Annotated[
         str | None,
         typer.Option(
-            help="Divide the sequence among so many processes, comma-separated, such as 1,2,4.", show_default=False
+            help="Divide the sequence among this many processes, comma-separated, such as 1,2,4.", show_default=False
         ),
     ] = None,
     count_only: Annotated[
-        bool, typer.Option("--count-only", help="With --processes: only count the bytes that travel, for any length.")
+        bool, typer.Option("--count-only", help="With --processes: only count the bytes that are sent, for any length.")
     ] = False,
     json: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file, updated as they come.")
+        Path | None,
+        typer.Option("--json", help="Write the results to this file, which is updated after every measurement."),
     ] = None,
     png: Annotated[
         Path | None, typer.Option("--png", help="Draw time and memory against the length into this file.")
@@ -95,26 +96,28 @@ def bench(
         typer.Option(
             "--peers",
             help="Measure layers against other implementations of the same mechanism (the extra `peers` and "
-            "transformers), each causal or not as it is listed. Without names: all that are installed. Rows of "
-            "other peers that the JSON file already has are kept.",
+            "transformers), in the direction that is listed for each. Without names, all that are installed are "
+            "measured. Rows of other peers in an existing JSON file are kept.",
         ),
     ] = False,
     crossover: Annotated[
-        bool, typer.Option(help="With --peers: look for the length from which our layer beats full attention.")
+        bool, typer.Option(help="With --peers: find the length from which our layer is faster than full attention.")
     ] = True,
 ) -> None:
     """Measure mechanisms against full attention in the same run.
 
     Mechanisms on q, k, v are compared with torch's scaled_dot_product_attention with the same causal flag;
-    mechanisms of whole layers are measured with their projections and compared with a layer of full attention.
+    mechanisms that work on whole layers are measured with their projections and compared with a layer of full
+    attention.
 
     With --model, a training step of a whole language model (forward, loss, backward, update) is compared with the same
     model with full attention.
 
     With --decode, one token after n others is measured against full attention over a preallocated key/value cache.
 
-    With --processes, one sequence is divided among several processes of one thread each: time and memory of a layer's
-    forward and backward pass, and the bytes that a process sends, against ring attention (docs/distributed.md).
+    With --processes, one sequence is divided among several processes of one thread each. The table shows time and
+    memory of the forward and backward pass of a layer, and the bytes that a process sends, compared with ring
+    attention (docs/distributed.md).
     """
     kind = refuse_what_does_not_go_together(context)
     for path in (json, png):
@@ -206,7 +209,7 @@ def check_writable(path: Path | None) -> None:
         path.unlink()
 
 
-# ---- rooms ----
+# ---- measurements ----
 
 
 def _setting(about: dict[str, Any]) -> Setting:

@@ -30,7 +30,7 @@ def show(
     console.print(table)
     console.print(
         "sent: bytes that the busiest process sends in one layer, counted; of the ring: their share of what full "
-        "attention sends round a ring",
+        "attention sends around a ring",
         style="dim", soft_wrap=True,
     )  # fmt: skip
     if not count_only:

@@ -98,12 +98,12 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     if any(row.level == "model" for row in rows):
         lines.append("(model): forward, loss, backward and update, compared with the same model with full attention")
     if any(row.plain_seconds is not None for row in rows):
-        lines.append("against plain: its time over that of the same step without padding and without dropout")
+        lines.append("against plain: time relative to the same step without padding and without dropout")
     gemm = max((row.gemm for row in rows if row.gemm is not None), default=None)
     if gemm is not None:
-        lines.append(f"of peak: FLOPs per second over those of a large matrix product in the same run, {count(gemm)}/s")
+        lines.append(f"of peak: FLOPs per second relative to a large matrix product in the same run, {count(gemm)}/s")
     if any(row.flops is None for row in rows):
-        lines.append("FLOPs –: it runs on kernels that the counter does not know")
+        lines.append("FLOPs –: the mechanism runs on kernels that the counter does not know")
     return lines
 
 

@@ -31,14 +31,14 @@ def compare(
     settings: Settings = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder of the comparison. [default: out/compare/TASK]", show_default=False),
+        typer.Option("--out", help="Folder of the comparison. Default: out/compare/TASK.", show_default=False),
     ] = None,
     data: Data = None,
     rates: Annotated[
         str | None,
         typer.Option(
             help="Learning rates, comma-separated: each attention is trained with every one of them, and the best on "
-            "validation is taken (the same as --set rate=A,B,C). [default: the recipe's]",
+            "validation is used (the same as --set rate=A,B,C). Default: that of the recipe.",
             show_default=False,
         ),
     ] = None,

@@ -16,7 +16,7 @@ from subquad.core.console import err, out
 Model = Annotated[Path, typer.Argument(help="Folder of a transformers language model, or a .gguf file.")]
 Converted = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
 Attention = Annotated[
-    str | None, typer.Option(help="Convert to this SPEC first; the folder is left as it is.", show_default=False)
+    str | None, typer.Option(help="Convert to this SPEC first; the folder is not changed.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -34,10 +34,10 @@ def convert(
     attention: Annotated[str, typer.Option(help="SPEC of the mechanism, for example combiner-window:span=32.")],
     folder: Annotated[Path, typer.Option("-o", "--out", help="New folder for the converted model.")],
     layers: Annotated[
-        str | None, typer.Option(help="Comma-separated numbers of the layers to convert; all by default.")
+        str | None, typer.Option(help="Indices of the layers to convert, comma-separated. Default: all.")
     ] = None,
 ) -> None:
-    """Put another attention into a pretrained language model and save it."""
+    """Replace the attention of a pretrained language model and save it."""
     from subquad.attention.registry import check_name
 
     check_name(attention)
@@ -60,15 +60,15 @@ def convert(
 def perplexity(
     model: Model,
     text: Annotated[Path, typer.Option(help="A text file.")],
-    n: Annotated[str, typer.Option("--n", help="Comma-separated numbers of tokens.")] = "2048",
+    n: Annotated[str, typer.Option("--n", help="Lengths of the text in tokens, comma-separated.")] = "2048",
     attention: Attention = None,
-    start: Annotated[int, typer.Option(min=0, help="Begin at this character of the text.")] = 0,
+    start: Annotated[int, typer.Option(min=0, help="Start at this character of the text.")] = 0,
     json: Json = False,
 ) -> None:
     """Compare a converted model with the original: loss by position, time, memory and mass on summaries.
 
-    The original is the same weights with full attention, so of an adapted model it is not the model that was
-    converted: measure that one by itself.
+    The original is the same weights with full attention. For an adapted model, this is not the model that was
+    converted: measure the latter separately.
     """
     lengths = _integers("--n", n)
     if min(lengths) < 2:
@@ -99,21 +99,23 @@ def perplexity(
 
 def adapt(
     model: Converted,
-    text: Annotated[str, typer.Option(help="Comma-separated text files to train on.")],
-    folder: Annotated[Path, typer.Option("-o", "--out", help="Folder for the adapted model; resumed if it has a run.")],
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
-    fit_steps: Annotated[int, typer.Option(min=0, help="Windows on which every layer is fitted.")] = 12,
-    repeats: Annotated[int, typer.Option(min=1, help="Steps that every layer takes on a window.")] = 4,
-    tune_steps: Annotated[int, typer.Option(min=0, help="Windows on which the whole model is tuned.")] = 24,
-    rank: Annotated[int, typer.Option(min=0, help="Rank of the updates of q, k and v; 0 = none.")] = 8,
+    text: Annotated[str, typer.Option(help="Text files to train on, comma-separated.")],
+    folder: Annotated[Path, typer.Option("-o", "--out", help="Folder for the adapted model; a run in it is resumed.")],
+    length: Annotated[int, typer.Option(min=2, help="Number of tokens of a window.")] = 1024,
+    fit_steps: Annotated[int, typer.Option(min=0, help="Number of windows on which every layer is fitted.")] = 12,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of steps of every layer on a window.")] = 4,
+    tune_steps: Annotated[int, typer.Option(min=0, help="Number of windows on which the whole model is tuned.")] = 24,
+    rank: Annotated[int, typer.Option(min=0, help="Rank of the low-rank updates of q, k and v; 0 for none.")] = 8,
     rate: Annotated[float, typer.Option(min=0, help="Learning rate of the mechanisms' own parameters.")] = 3e-2,
-    distillation: Annotated[float, typer.Option(min=0, max=1, help="Its share of the loss of the tuning.")] = 0.9,
+    distillation: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of distillation in the loss of the tuning.")
+    ] = 0.9,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the windows and of the updates.")] = 0,
 ) -> None:
-    """Win back quality after a conversion; run the same command again to resume.
+    """Recover quality after a conversion; run the same command again to resume.
 
     First every layer is fitted to the output of the original, then the whole model is tuned with cross-entropy and
-    distillation. Trained are the parameters of the mechanism and low-rank updates of q, k and v.
+    distillation. This trains the parameters of the mechanism and low-rank updates of q, k and v.
     """
     _quiet()
     from subquad.hf import texts
@@ -151,14 +153,14 @@ def adapt(
 
 def passkey(
     model: Model,
-    n: Annotated[str, typer.Option("--n", help="Comma-separated lengths of the text in tokens.")] = "1024",
+    n: Annotated[str, typer.Option("--n", help="Lengths of the text in tokens, comma-separated.")] = "1024",
     depths: Annotated[int, typer.Option(min=2, help="Number of depths, from the beginning to the end.")] = 5,
-    tries: Annotated[int, typer.Option(min=1, help="Numbers hidden at each depth.")] = 1,
+    tries: Annotated[int, typer.Option(min=1, help="How many numbers are hidden at each depth, one per text.")] = 1,
     attention: Attention = None,
-    full: Annotated[bool, typer.Option("--full", help="Ask the original inside the model instead.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Test the same weights with full attention instead.")] = False,
     json: Json = False,
 ) -> None:
-    """Hide a number at every depth of a long text and ask for it; prints a heat map by length and depth."""
+    """Test whether a number hidden at some depth of a long text is found; print a heat map by length and depth."""
     lengths = _integers("--n", n)
     _quiet()
     from subquad.hf.passkey import passkey as search

@@ -33,7 +33,7 @@ def decode_bench(
     for line in (
         "full: scaled_dot_product_attention over a preallocated key/value cache; state: against that cache",
         f"prefill: the n tokens in chunks of {chunk:,}, against one call of the mechanism, which keeps no state;",
-        "its memory: how far resident memory rises in chunks, and in one call",
+        "its memory: growth of resident memory in chunks, and in one call",
     ):
         console.print(line, style="dim", soft_wrap=True)
     if json is not None:

@@ -23,7 +23,7 @@ def doctor(
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
     dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Dropout of the weights.")] = 0.0,
 ) -> None:
-    """Show the devices of this machine, and which kernel each operator takes on a GPU and why."""
+    """Show the devices of this machine, and which kernel each operator uses on a GPU and why."""
     import torch
 
     from subquad.kernels import devices

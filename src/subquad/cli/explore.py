@@ -32,22 +32,22 @@ def explore(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The file to write. [default: explorer.html, with RUN reading.html]"),
+        typer.Option("--output", "-o", help="The file to write. Default: explorer.html, with RUN reading.html."),
     ] = None,
     attention: Annotated[
         str | None,
-        typer.Option(help="Without RUN, only these mechanisms, comma-separated. [default: all]", show_default=False),
+        typer.Option(help="Without RUN, only these mechanisms, comma-separated. Default: all.", show_default=False),
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="With RUN, only these layers, comma-separated from 0. [default: all]", show_default=False),
+        typer.Option(help="With RUN, only these layers, comma-separated from 0. Default: all.", show_default=False),
     ] = None,
 ) -> None:
     """Write one self-contained HTML page to explore attention; it opens offline in any browser.
 
     Without RUN it shows who attends to whom: every mechanism over a grid of its options, causal and bidirectional,
     with its summaries, its hop sets and its cost. With RUN and --text it shows what a trained model attends to in a
-    text, by layer, head and token. A page has at most 8 MB, and says what had to be left out.
+    text, by layer, head and token. A page has at most 8 MB, and states what had to be left out.
     """
     if (run is None) != (text is None):
         raise typer.BadParameter("RUN and --text belong together: give both to see a trained model, or neither")

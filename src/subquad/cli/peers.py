@@ -43,7 +43,7 @@ def measure_and_print(
     sizes = f"batch {setting.batch}, {setting.heads} heads × {setting.head_dim}, float32, CPU"
     out().print(f"{way}, layers with projections, {sizes}", style="bold", soft_wrap=True)
     out().print(table(rows))
-    out().print("pays from: the shortest length tried from which our layer beats full attention", style="dim")
+    out().print("pays from: the shortest length tried from which our layer is faster than full attention", style="dim")
     if json is not None:
         out().print(f"results: {json}", soft_wrap=True)
 

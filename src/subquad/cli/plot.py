@@ -17,7 +17,7 @@ Causal = Annotated[
     bool | None,
     typer.Option(
         "--causal/--bidirectional",
-        help="Direction. [default: that of the spec; otherwise bidirectional where possible]",
+        help="Direction. Default: that of the spec, otherwise bidirectional if possible.",
     ),
 ]
 
@@ -36,7 +36,7 @@ def plot(
         bool, typer.Option("--weights", help="Draw the effective weights on random q and k (seed 0).")
     ] = False,
 ) -> None:
-    """Draw who attends to whom, directly or through a summary, or with which weight."""
+    """Draw who attends to whom, directly or through a summary, or the effective weights."""
     check_name(spec)
     from subquad.plots import draw_support, draw_weights, save
 
@@ -47,7 +47,7 @@ def plot(
 
 def gallery(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for gallery.png; it is created if missing.")
+        Path, typer.Option("--output", "-o", help="Folder for gallery.png; it is created if it does not exist.")
     ] = Path("."),
 ) -> None:
     """Draw every mechanism, bidirectional and causal, on one sheet."""

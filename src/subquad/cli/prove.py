@@ -32,12 +32,12 @@ def prove(
         str | None,
         typer.Option(
             help=f"A continuous function (d, n) → (d, n) to approximate: {FUNCTIONS}, or module:function. "
-            "[default: reverse; causal: cumsum]"
+            "Default: reverse; causal: cumsum."
         ),
     ] = None,
     epsilon: Annotated[
         float | None,
-        typer.Option(help="The distance d_2 that the network must reach. [default: twice that of the step function]"),
+        typer.Option(help="The distance d_2 that the network must reach. Default: twice that of the step function."),
     ] = None,
     sets: Sets = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -36,8 +36,8 @@ def reproduce(
     rates: Annotated[
         str | None,
         typer.Option(
-            help="Learning rates, comma-separated, of which each method gets the best on validation; none: only the "
-            "recipe's. [default: those of the table, if it is scaled down]",
+            help="Learning rates, comma-separated; the best on validation is used for each method. none: only that of "
+            "the recipe. Default: those of the table, if it is scaled down.",
             show_default=False,
         ),
     ] = None,
@@ -47,11 +47,11 @@ def reproduce(
     column: Annotated[
         list[str] | None, typer.Option("--column", help="Only this column of the table; may be repeated.")
     ] = None,
-    folder: Annotated[Path, typer.Option("--out", help="Folder of the runs, which tables share.")] = Path(
+    folder: Annotated[Path, typer.Option("--out", help="Folder of the runs, which are shared between tables.")] = Path(
         "out/reproduce"
     ),
     results: Annotated[
-        Path | None, typer.Option(help="Folder for the result as JSON. [default: OUT/results]", show_default=False)
+        Path | None, typer.Option(help="Folder for the result as JSON. Default: OUT/results.", show_default=False)
     ] = None,
     pages: Annotated[
         Path | None,
@@ -61,11 +61,11 @@ def reproduce(
     ] = None,
     data: Data = None,
 ) -> None:
-    """Make a table or figure of the four papers again, and say whether it agrees with the paper.
+    """Reproduce a table or figure of the four papers, and report whether it agrees with the paper.
 
     The scaled-down version is the default. Run the same command again to resume it, or with more seeds to add them. The
-    result shows our numbers beside the paper's, the order of the methods in both, and every claim of the paper:
-    whether it holds, fails, or cannot be told within the spread of the seeds.
+    result shows our numbers next to the paper's, the order of the methods in both, and every claim of the paper:
+    whether it holds, fails, or cannot be decided within the spread of the seeds.
     """
     if pages is not None:
         return _write_pages(pages)

@@ -23,7 +23,7 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0.01, help="Below 1, likely values are drawn more often.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random draws.")] = 0,
 ) -> None:
-    """Draw pictures from a trained density model, value by value. A picture of 32 × 32 pixels takes minutes."""
+    """Sample pictures from a trained density model, value by value. A picture of 32 × 32 pixels takes minutes."""
     if png.suffix.lower() != ".png" or not png.parent.is_dir():
         raise typer.BadParameter(f"--out must be a .png file in a folder that exists, not {png}")
     model_folder(model)

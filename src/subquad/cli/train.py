@@ -22,12 +22,12 @@ Settings = Annotated[
 ]
 Data = Annotated[
     Path | None,
-    typer.Option("--data", help="Folder of data sets. [default: $SUBQUAD_DATA, otherwise ./data]", show_default=False),
+    typer.Option("--data", help="Folder of data sets. Default: $SUBQUAD_DATA, otherwise ./data.", show_default=False),
 ]
 Recipe = Annotated[
     str,
     typer.Option(
-        help="small: a meaningful result in minutes on a laptop; paper: that of the paper; some tasks have more."
+        help="small: a meaningful result in minutes on a laptop; paper: the setting of the paper; some tasks have more."
     ),
 ]
 
@@ -48,7 +48,7 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data, the model and the order of the examples.")] = 0,
     folder: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder of the run. [default: out/train/TASK/ATTENTION/seedN]", show_default=False),
+        typer.Option("--out", help="Folder of the run. Default: out/train/TASK/ATTENTION/seedN.", show_default=False),
     ] = None,
     data: Data = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,

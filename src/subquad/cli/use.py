@@ -53,7 +53,7 @@ def predict(
     model: Model,
     text: Annotated[
         str | None,
-        typer.Argument(help="One line of input; without it --file or standard input is read.", show_default=False),
+        typer.Argument(help="One line of input; without it, --file or standard input is read.", show_default=False),
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", help="A file with one input per line.", show_default=False)
@@ -61,7 +61,7 @@ def predict(
 ) -> None:
     """Print the answer of a trained model to each line of input.
 
-    A line that cannot be read is reported on standard error and has an empty answer; the exit code is then 1.
+    A line that cannot be read is reported on standard error, and its answer is empty; the exit code is then 1.
     """
     if text is not None and file is not None:
         raise typer.BadParameter("give either a text or --file, not both")
@@ -98,11 +98,11 @@ def generate(
     prompt: Annotated[str, typer.Option(help="The beginning of the text.")],
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 200,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the likeliest token.")
+        float, typer.Option(min=0, help="Sampling temperature; 0 always selects the most likely token.")
     ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Continue a text with a trained language model, and print it as it comes; the speed goes to standard error."""
+    """Continue a text with a trained language model and print it as it is generated; the speed goes to stderr."""
     model_folder(model)  # a wrong one is refused before torch is loaded
     from subquad.training.quiet import quiet
 

@@ -193,7 +193,7 @@ def show(
     memory: Annotated[bool, typer.Option(help="Measure memory too.")] = True,
     measured: Annotated[bool, typer.Option("--measured", help="Measure nothing, only print the table.")] = False,
 ) -> None:
-    """Predictions of `subquad advise` beside measurements, on ten layers that no calibration has measured.
+    """Compare the predictions of `subquad advise` with measurements of ten layers outside any calibration.
 
     The predictions are those of this machine's calibration where there is one. Run the same command again to resume.
     """

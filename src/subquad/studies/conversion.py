@@ -58,7 +58,7 @@ def conversion(
     hidden: Annotated[int, typer.Option(min=0, help="Tokens of a text with a hidden number; 0 = none.")] = 1024,
     tries: Annotated[int, typer.Option(min=1, help="Numbers hidden at each depth.")] = 2,
 ) -> None:
-    """Convert a pretrained model and measure it beside the original: losses, speed, cache, hidden numbers.
+    """Convert a pretrained model and compare it with the original: losses, speed, cache, hidden numbers.
 
     Run the same command again to resume it, or with more texts, attentions or lengths to add them.
     """

@@ -200,7 +200,7 @@ def draw(rows: Sequence[Row], path: Path | str) -> Path:
 
 
 def main(n: int = 256, causal: bool = True, steps: int = 150, png: str = "fidelity.png", seed: int = 0) -> None:
-    """How close Combiner's weights are to full attention's, every plan at equal cost: a table and a plot."""
+    """How close the weights of Combiner are to full attention, every plan at equal cost: a table and a plot."""
     rows = run(n, causal=causal, steps=steps, seed=seed)
     print(table(rows))
     print(f"drawn: {draw(rows, png)}")

@@ -66,7 +66,7 @@ def show(
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 32,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
 ) -> None:
-    """Predict, not measure, the time of one causal layer on 8, 64 and 512 GPUs."""
+    """Predict the time of one causal layer on 8, 64 and 512 GPUs from a model. Nothing here is measured."""
     setting = Setting(heads=heads, head_dim=head_dim, causal=True, backward=True)
     print(f"predicted, not measured: n = {n:,}, {heads} heads × {head_dim}, causal, bfloat16, forward and backward")
     print(f"{'attention':<16} {'GPUs':>5} {'compute':>12} {'communicate':>12} {'efficiency':>11}")
