@@ -318,3 +318,20 @@ def test_operators_keep_torchs_rules():
     groups = [torch.randn(2, 2, 6, 4, requires_grad=True) for _ in range(4)]
     opcheck(mixture_merge, q, [k, v], groups[:2], groups[2:], [], [], lengths, [1, 1], both, 9, 0.5)
     opcheck(_edges, q, lengths, patterns.Logsparse().text, [0], 9)
+
+
+def test_tensors_of_several_dtypes_are_computed_in_the_widest():
+    """Autocast hands over keys in bfloat16 beside queries in float32: the kernels read memory by one type."""
+    from subquad.kernels.runs.op import EVERYTHING, Runs, attend_runs
+
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 8, 16, generator=draw) for _ in range(3))
+    spans = torch.tensor([[[0, 8, EVERYTHING, -EVERYTHING]]])
+    runs = Runs(torch.tensor([[0, 8]]), spans, (0,), 64)
+    mixed = [q.clone().requires_grad_(), k.bfloat16().requires_grad_(), v.bfloat16().requires_grad_()]
+    plain = [x.detach().float().requires_grad_() for x in mixed]
+    for xs in (mixed, plain):
+        out, lse = attend_runs(xs[0], [xs[1]], [xs[2]], runs, 0.25)
+        (out.sum() + lse.sum()).backward()
+        assert out.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close([x.grad.float() for x in mixed], [x.grad for x in plain], atol=1e-2, rtol=1e-2)

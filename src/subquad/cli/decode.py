@@ -46,7 +46,7 @@ def table(rows: Sequence[DecodeRow]) -> Table:
 
     result = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("n", "attention", "step", "against full", "state", "of cache", "prefill", "its memory"):
-        result.add_column(title, justify="left" if title == "attention" else "right", no_wrap=title != "attention")
+        result.add_column(title, justify="left" if title == "attention" else "right", no_wrap=title == "attention")
     for last, row in zip([None, *rows], rows, strict=False):
         if last is not None and last.n != row.n:
             result.add_section()

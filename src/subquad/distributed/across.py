@@ -130,7 +130,8 @@ class Piece:
     def ring(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, causal: bool, scale: float) -> Tensor:
         """Everyone to everyone (or to what is before): keys and values go round."""
         seed = self.seed(call.seed, q.shape[1]) if call.dropout else None
-        about = (self.layout.ranges, self.exists, causal, scale, call.dropout, seed)
+        ranges = self.layout.ranges if self.layout.zigzag else tuple((own,) for own in self.cut)
+        about = (ranges, self.exists, causal, scale, call.dropout, seed)
         work = torch.promote_types(q.dtype, torch.float32)
         return ring.attend(self.group, about, q.to(work), k.to(work), v.to(work)).to(q.dtype)
 
@@ -196,7 +197,8 @@ class Across:
     def _by_rows(self, module: Attention, layout: Layout, call: Call, like: Tensor, one: Any) -> Tensor:
         """The mechanism on every run of rows, put together: slots outside of a row give 0. `like` (B, H, t, d)."""
         pieces = []
-        for run in runs(layout, len(like), align=module.positional, causal=module.options.causal):
+        align = module.positional or (call.dropout > 0 and not layout.zigzag)  # dropout counts a row's own tokens
+        for run in runs(layout, len(like), align=align, causal=module.options.causal):
             if not run.length:  # nothing but padding
                 pieces.append(torch.zeros_like(like[run.rows]))
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -54,13 +56,15 @@ def cluster_attention(
 
     Several rounds of clusters, order (R, G·n) and cluster (R, G, n), share the softmax; who is met in several rounds
     counts as often. `chunk` > 0 cuts clusters into chunks (see `Layout`); with `avoid_self` a token attends to itself
-    only where it meets nobody else.
+    only where it meets nobody else. Under autocast the tensors may differ in dtype: the widest one is computed in.
     """
     if dropout and seed is None:
         raise TypeError("seed must be an int64 tensor where dropout > 0, not None")
     seed = seed if dropout else None
     about = (clusters, causal, last_query_only, scale, dropout, chunk, avoid_self)
-    return attention_op(q, keys, values, *where, seed, *about)[0]
+    work = reduce(torch.promote_types, (x.dtype for x in (q, *keys, *values)))
+    keys, values = ([x.to(work) for x in group] for group in (keys, values))
+    return attention_op(q.to(work), keys, values, *where, seed, *about)[0].to(q.dtype)
 
 
 @prefix_op.register_fake

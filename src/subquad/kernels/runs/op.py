@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -31,12 +32,14 @@ def attend_runs(
     """q (G, n, d), keys and values of each source (G, m, d) → out (G, n, d) and the logsumexp of its rows (G, n).
 
     bias (G or 1, the m of all sources together) is added to the scores of a key and has no gradient. A row that sees
-    nothing has out 0 and -inf, and gives no gradient. Both results are differentiable.
+    nothing has out 0 and -inf, and gives no gradient. Both results are differentiable. Under autocast the tensors may
+    differ in dtype: the widest one is computed in.
     """
-    dense = [[ready(x) for x in group] for group in ([q], keys, values)]
-    bias = None if bias is None else bias.detach().to(q.dtype).contiguous()
+    work = reduce(torch.promote_types, (x.dtype for x in (q, *keys, *values)))
+    dense = [[ready(x.to(work)) for x in group] for group in ([q], keys, values)]
+    bias = None if bias is None else bias.detach().to(work).contiguous()
     out, lse = attention(dense[0][0], *dense[1:], bias, runs.tiles, runs.spans, list(runs.sources), scale, runs.pairs)
-    return out, lse
+    return out.to(q.dtype), lse
 
 
 def ready(x: Tensor) -> Tensor:
