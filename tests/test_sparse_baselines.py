@@ -101,9 +101,9 @@ def test_nsa_branches_are_gated_and_selected_by_importance():
         a.gate_bias.copy_(torch.tensor([[-40.0, -40.0, 40.0]]))
     band = torch.ones(32, 32).tril().triu(-3).bool()
     close(a(q, k, v), F.scaled_dot_product_attention(q, k, v, attn_mask=band))
-    weights = torch.zeros(1, 1, 32, 8, dtype=torch.float64)
-    weights[..., 3] = 0.5
-    chosen = a._choose(weights, Call())[0, 0, 31]
+    keys = torch.zeros(1, 8, q.shape[3], dtype=torch.float64)
+    keys[0, 3] = 1  # of the compressed blocks, only this one has more weight than the rest
+    chosen = a._choose(torch.ones_like(q[0]), keys, None, Call())[0, 31]
     assert set(chosen.tolist()) == {0, 3, 6}  # the first, the one with weight, and the one before the own
 
 
