@@ -148,6 +148,14 @@ def test_performer_is_its_formula(epsilon, causal):
             close(out[0, h, i], row @ v[0, h, : len(row)])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_does_not_round_the_epsilon_of_performer(causal):
+    (q, k, v), mask = inputs(12), torch.arange(12)[None] < 9
+    module = make("performer", epsilon=0.1, causal=causal)
+    alone = module(*(x[:, :, :9] for x in (q, k, v)))
+    close(module(q, k, v, key_mask=mask)[:, :, :9], alone, rtol=1e-13, atol=1e-13)
+
+
 def test_the_stabiliser_does_not_see_the_future():
     """A later key with a huge exponent changes nothing before it, bit for bit."""
     q, k, v = inputs(140, dtype=torch.float32)

@@ -210,6 +210,32 @@ def test_limits_say_what_the_mask_says():
         np.testing.assert_array_equal(np.broadcast_to(part.allowed(), inside.shape), inside)
 
 
+@numba.njit(error_model="numpy")
+def rules(row, limits, first_key, key_stride, first, last):
+    """Do all queries see all keys, which keys may some query see, and the keys of the first query."""
+    tiles._mask_row(row, len(row), limits, first, first_key, key_stride)
+    everything = tiles._everything(limits, len(row), first_key, key_stride, first, last)
+    return everything, *tiles._seen(limits, first_key, key_stride, first, last)
+
+
+def test_rules_of_a_tile_say_what_the_limits_say():
+    draw = np.random.default_rng(0)
+    found = []
+    for _ in range(3000):
+        lo, hi, xlo, xhi, span, end = draw.integers((-9, -2, -4, -4, 1, -2), (3, 9, 5, 5, 5, 12)).tolist()
+        first_key, stride, first, more = draw.integers((0, 1, 0, 0), (12, 4, 16, 4)).tolist()
+        query, key = first + np.arange(more + 1)[:, None], first_key + np.arange(draw.integers(1, 6)) * stride
+        seen = ((query + lo) // span <= key // span) & (key // span <= (query + hi) // span) & (key <= query + end)
+        seen &= ~(((query + xlo) // span <= key // span) & (key // span <= (query + xhi) // span) & (xlo <= xhi))
+        row = np.zeros(len(key))
+        everything, low, high = rules(row, (lo, hi, xlo, xhi, span, end), first_key, stride, first, first + more)
+        np.testing.assert_array_equal(row == 0, seen[0])
+        assert seen.all() or not everything
+        assert not seen[:, : max(low, 0)].any() and not seen[:, max(high, 0) :].any()
+        found.append(everything)
+    assert 100 < sum(found) < 2900
+
+
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("shape", "dim"), [((2, 3, 7, 5, 4), 2), ((1, 2, 30, 9, 64), 3), ((1, 1, 1, 4, 8), 2)])
 def test_maxima_equal_plain_torch(shape, dim, ties):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from subquad.kernels.maxima import others_max, running_max
 from subquad.kernels.merge import merge_attention, reference
+from subquad.kernels.merge.cpu_program import KEPT, program_of
 from subquad.kernels.merge.op import merge
 from subquad.kernels.mixture import mixture_merge
 from subquad.kernels.pools import span_pool
@@ -93,6 +94,14 @@ def test_plan_marks_the_first_visit():
     plan = make_plan(parts, 10)
     assert [replace(p, fresh=False) for p in plan.parts] == parts
     assert [p.fresh for p in plan.parts] == [True, True, False, False]
+
+
+def test_a_plan_keeps_few_programs():
+    """Padded batches of many lengths ask the plan of a short row for a program each."""
+    plan = make_plan(rows_to_keys(range(4), range(4)), 4)
+    for rows in range(4, 4 + 3 * KEPT):
+        assert program_of(plan, rows, 1 << 12) is program_of(plan, rows, 1 << 12)
+    assert len(plan.lowered) <= KEPT
 
 
 @pytest.mark.parametrize(

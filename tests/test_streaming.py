@@ -105,6 +105,16 @@ def test_rows_of_a_padded_batch_drop_for_themselves(spec):
     assert (padded[0, :, :30] - padded[1, :, :30]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("spec", ["logsparse:map=entmax", "strided:heads=multihead"])
+def test_a_first_chunk_may_have_more_padding_than_room(spec):
+    """What is left of the chunk behind the last token of a row has no place in the state."""
+    a, xs, mask = of(spec), inputs(96, batch=1), torch.arange(96)[None] >= 40
+    with torch.no_grad():
+        got, state = in_chunks(a, xs, (96,), mask, rollback=128)
+    close(got[:, :, 40:], a(*xs, key_mask=mask)[:, :, 40:], 1e-9, spec)
+    assert state.length.tolist() == [56]
+
+
 @pytest.mark.parametrize(
     "spec",
     [

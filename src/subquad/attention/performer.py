@@ -95,7 +95,7 @@ class Performer(KernelAttention):
         top = self._running(top) if call is None or ends is None else self._running_from(top, ends, call)
         b = other.sub_((half + top)[..., None])
         b = b.exp_() if real is None else b.masked_fill_(~real, -torch.inf).exp_()
-        b = b + (epsilon if real is None else epsilon * real)
+        b = b + (epsilon if real is None else epsilon * real.to(b.dtype))
         return Features(a, b, top if self.options.causal else None, ends)
 
     def _running(self, top: Tensor) -> Tensor:

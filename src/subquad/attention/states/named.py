@@ -43,7 +43,7 @@ class NamedKeys(Keys):
         groups = buffers["k"].shape[1]
         families = torch.tensor(self.families, device=named.device)
         named = named[:, families] if len(self.sees) > 1 else named  # (B, H or 1, t, m)
-        place = named.clamp(min=0)
+        place = named.clamp(0, buffers["real"].shape[1] - 1)  # what is behind the last token of a row has none
         row = torch.arange(b, device=named.device).view(b, 1, 1, 1)
         exists = (named >= 0) & buffers["real"][row, place]  # (B, H or 1, t, m)
         head = torch.arange(h if len(self.sees) > 1 else groups, device=named.device).view(1, -1, 1, 1)

@@ -79,12 +79,12 @@ def _(grad, x, out, cluster, real, clusters, is_max):
 
 @attention_op.register_fake
 def _(q, keys, values, *about):
-    return torch.empty_like(q), q.new_empty(q.shape[:2])
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2])
 
 
 @attention_backward_op.register_fake
 def _(grad, q, keys, values, *args):
-    return [torch.empty_like(x) for x in (q, *keys, *values)]
+    return [x.new_empty(x.shape) for x in (q, *keys, *values)]
 
 
 def _save_prefix(ctx, inputs, output):

@@ -18,7 +18,7 @@ def prefix(x: Tensor, cluster: Tensor, real: Tensor, clusters: int, is_max: bool
         else:
             pool = x.masked_fill(~inside, 0).cumsum(1) / inside.cumsum(1).clamp(min=1)
         out = torch.where(own[..., None], pool, out)
-    return out
+    return out.contiguous()
 
 
 def prefix_backward(

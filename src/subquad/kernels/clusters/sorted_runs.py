@@ -39,7 +39,7 @@ def attention(
         about = (clusters, causal, last_query_only, scale, dropout, chunk, avoid_self)
         return cpu_attention.attention(q, keys, values, order, cluster, real, seed, *about)
     q, keys, values = ready(q), [ready(x) for x in keys], [ready(x) for x in values]
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
+    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -torch.inf)
     bias = _bias(real, q)
     for number, (sort, tables) in enumerate(_rounds(order, cluster, real, clusters, causal, chunk, avoid_self)):
         cpu.forward(q, keys, values, bias, (sort, sort), tables, scale, out, lse, number == 0)
@@ -72,7 +72,7 @@ def attention_backward(
     grad, q, keys, values = ready(grad), ready(q), [ready(x) for x in keys], [ready(x) for x in values]
     alone = lse == -torch.inf
     delta = (grad * out).sum(-1).masked_fill_(alone, 0)  # (G, n)
-    total, found = lse.masked_fill(alone, torch.inf), [torch.zeros_like(x) for x in (q, *keys, *values)]
+    total, found = lse.masked_fill(alone, torch.inf), [x.new_zeros(x.shape) for x in (q, *keys, *values)]
     bias = _bias(real, q)
     for sort, tables in _rounds(order, cluster, real, clusters, causal, chunk, avoid_self):
         cpu.backward(q, keys, values, bias, (sort, sort), tables, scale, grad, delta, total, found)

@@ -43,7 +43,7 @@ def attention(
         p, here = _softmax(tiles, _take(flat, tiles.rows), k, scale)
         _absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
     out, lse = out[:-1].view(g, n, d), lse[:-1].view(g, n)
-    return _as(with_itself(out, lse, q, values[0], real) if avoid_self else out, q), lse
+    return with_itself(out, lse, q, values[0], real) if avoid_self else out, lse
 
 
 def attention_backward(
@@ -87,18 +87,13 @@ def attention_backward(
         _add(dkv[len(keys) + source], tiles.keys, torch.bmm(p.mT, g))
     if avoid_self:  # who met nobody has its own value
         dkv[len(keys)][:-1] += (grad * (alone & real)[..., None]).flatten(0, 1)
-    return [_as(x[:-1].view(like.shape), like) for x, like in zip(found, (q, *keys, *values), strict=True)]
-
-
-def _as(x: Tensor, like: Tensor) -> Tensor:
-    """In the order of memory that `like` has."""
-    return x if like.is_contiguous() else torch.empty_like(like).copy_(x)
+    return [x[:-1].view(like.shape) for x, like in zip(found, (q, *keys, *values), strict=True)]
 
 
 def with_itself(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, real: Tensor) -> Tensor:
     """out, with the own value for a token that met nobody else."""
     alone = ((lse == -torch.inf) & real)[..., None]
-    return torch.where(alone, v.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan), out)
+    return torch.where(alone, v.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan), out).contiguous()
 
 
 def rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any) -> Iterator[Layout]:

@@ -32,7 +32,7 @@ def choose(u: Tensor, gates: Tensor, small: Tensor, possible: Tensor, count: int
     if u.device.type == "cpu" and u.dtype in (torch.float32, torch.float64):
         lanes = BYTES // u.element_size()
         across = F.pad(small.mT, (0, -small.shape[1] % lanes)).contiguous()  # (B, c, M)
-        u, gates, chosen = u.contiguous(), gates.contiguous(), torch.zeros_like(possible)
+        u, gates, chosen = u.contiguous(), gates.contiguous(), possible.new_zeros(possible.shape)
         run(
             _choose, np.zeros(1, u.numpy().dtype), u.element_size(), u.numpy(), gates.numpy(), across.numpy(),
             possible.numpy(), count, chosen.numpy(),
@@ -48,7 +48,7 @@ def choose(u: Tensor, gates: Tensor, small: Tensor, possible: Tensor, count: int
 
 @choose.register_fake
 def _(u, gates, small, possible, count):
-    return torch.empty_like(possible)
+    return possible.new_empty(possible.shape)
 
 
 def best(scores: Tensor, possible: Tensor, count: int) -> Tensor:

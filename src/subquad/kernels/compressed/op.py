@@ -116,7 +116,7 @@ def compressed_backward(
     """Gradients of q, k, v, entries, values and sink."""
     grad = grad.contiguous()
     dq, dk, dv = merge_backward(grad, q, [k], [v], out, lse, *_near(key_mask, lengths, window, q.shape[2], scale))
-    d_entries, d_values = torch.zeros_like(entries), torch.zeros_like(values)
+    d_entries, d_values = (x.new_zeros(x.shape) for x in (entries, values))
     for rows, stop, bias, _ in _blocks(seen, q.dtype):
         (g, x, o, s), (y, z) = _views(rows, stop, [grad, q, out, lse], [entries, values])
         a, b, c = _flash_backward(g, x, y, z, o, s, 0.0, False, attn_mask=bias, scale=scale)

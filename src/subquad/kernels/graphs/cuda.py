@@ -61,6 +61,6 @@ def list_backward(
     about = (None, key_mask, seed, scale, dropout, mode, reach)
     dq, dk, dv, by_key, credit = gpu.gradients(grad, q, k, v, edges, *about)
     if credit is None:
-        return dq, dk, dv, torch.zeros_like(w), torch.zeros_like(z)
+        return dq, dk, dv, w.new_zeros(w.shape), z.new_zeros(z.shape)
     dw = gpu.query_sums(credit, z, q.shape[1], edges)
     return dq, dk, dv, dw, gpu.key_sums(credit, w, k.shape[1], edges, by_key)

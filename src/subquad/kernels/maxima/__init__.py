@@ -17,7 +17,7 @@ from subquad.kernels.maxima import cpu
 @torch.library.custom_op("subquad::running_max", mutates_args=())
 def running_max(x: Tensor, dim: int, backwards: bool) -> Tensor:
     """max(x_0 … x_i) along `dim`, or max(x_i …) backwards."""
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     slices = list(zip(x.unbind(dim), out.unbind(dim), strict=True))
     slices = slices[::-1] if backwards else slices
     slices[0][1].copy_(slices[0][0])
@@ -34,13 +34,13 @@ def _(x, dim, backwards):
 
 @running_max.register_fake
 def _(x, dim, backwards):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @torch.library.custom_op("subquad::running_max_backward", mutates_args=())
 def running_max_backward(grad: Tensor, x: Tensor, out: Tensor, dim: int, backwards: bool) -> Tensor:
     """The gradient of a maximum goes to the element that set it (of equal ones, to the latest)."""
-    dx = torch.empty_like(x)
+    dx = x.new_empty(x.shape)
     slices = list(zip(*(t.unbind(dim) for t in (grad, x, out, dx)), strict=True))
     pending = torch.zeros_like(slices[0][0])  # what later maxima owe to an element not yet met
     for g, here, top, d in slices if backwards else slices[::-1]:
@@ -59,7 +59,7 @@ def _(grad, x, out, dim, backwards):
 
 @running_max_backward.register_fake
 def _(grad, x, out, dim, backwards):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def _save(ctx, inputs, output):
@@ -89,7 +89,7 @@ def others_max(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
         torch.maximum(first, here, out=first)
     top = first.unsqueeze(dim)
     out = torch.where(x == top, second.unsqueeze(dim), top)
-    return out, first, second
+    return out.contiguous(), first, second
 
 
 @others_max.register_kernel("cpu")
@@ -115,7 +115,7 @@ def others_max_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, 
         shares[2].add_(top)
         shares[3].add_(here == second)
     for_first, for_second = shares[0] / shares[2], shares[1] / shares[3].clamp_(min=1)
-    dx = torch.empty_like(x)
+    dx = x.new_empty(x.shape)
     for here, place in zip(x.unbind(dim), dx.unbind(dim), strict=True):
         torch.mul(for_first, here == first, out=place).addcmul_(for_second, (here == second).to(x.dtype))
     return dx
@@ -129,7 +129,7 @@ def _(grad, x, first, second, dim):
 
 @others_max_backward.register_fake
 def _(grad, x, first, second, dim):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def _save_others(ctx, inputs, output):

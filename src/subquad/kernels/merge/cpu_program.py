@@ -18,6 +18,8 @@ from subquad.kernels.merge.cpu_tiles import BAND, DRAWS, FIELDS, PLACES, ROWS
 from subquad.kernels.merge.reference import SOURCE
 from subquad.supports.parts import Part, Plan
 
+KEPT = 16  # programs of one plan: each length of a padded batch has its own
+
 
 class Program(NamedTuple):
     """The tables of one plan, or of the plans of a batch one behind the other; see `cpu_tiles` for their columns."""
@@ -43,9 +45,13 @@ class _Block(NamedTuple):
 def program_of(plan: Plan, rows: int, most: int) -> Program:
     """The program of a plan for tensors of `rows` queries; bands have at most `most` pairs, where they can."""
     key = ("cpu", rows, most)
-    if key not in plan.lowered:
-        plan.lowered[key] = _make(plan, rows, most)
-    return plan.lowered[key]
+    found = plan.lowered.get(key)
+    if found is None:
+        found = _make(plan, rows, most)
+        if len(plan.lowered) >= KEPT:
+            plan.lowered.clear()
+        plan.lowered[key] = found
+    return found
 
 
 def _make(plan: Plan, rows: int, most: int) -> Program:

@@ -103,7 +103,7 @@ def _pool_backward(
     is_max: bool,
 ) -> Tensor:
     """A maximum pays the members that have it, in equal shares; a mean pays all."""
-    dx = torch.zeros_like(x)
+    dx = x.new_zeros(x.shape)
     for run in _runs(len(x), x.shape[2], lengths, size, skip):
         members, real = run.members(x), _exists(run, key_mask)
         g = grad[run.rows, :, run.spans][:, :, :, None]  # (b, H, spans, 1, d)
@@ -130,7 +130,7 @@ def _(grad, x, *about):
 
 @_pool_backward.register_fake
 def _(grad, x, out, key_mask, lengths, size, skip, is_max):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def _save(ctx, inputs, output):
