@@ -243,6 +243,15 @@ def test_wrong_words(folders, monkeypatch, words, message):
     assert code == 2 and message in output
 
 
+def test_a_prefill_without_a_measurable_peak_has_no_ratio():
+    from subquad.studies.conversion_tables import speeds
+
+    small = {"prefill": 1.0, "decode": 1.0, "memory": 0, "cache": 2**20}
+    assert "| 16 | 1.00 × | 1.00 × | – | 1.00 |" in speeds(
+        {"speeds": [{"n": 16, "original": small, "converted": small}]}
+    )
+
+
 def test_the_study_of_a_conversion(folders, monkeypatch):
     """Every number is measured once; texts and lengths are added; the page shows what is closed."""
     from subquad.studies import conversion as study
@@ -254,7 +263,7 @@ def test_the_study_of_a_conversion(folders, monkeypatch):
     words = ("study", "conversion", "plain", "--out", "page", "--n", 40, "--start", 0, "--speed", "16,24")
     words = (*words, "--attention", SPEC, "--tries", 1, "--hidden", 0)
     code, output = command(*words, "--text", "book.txt")
-    assert code == 0 and "window and sinks alone" in output
+    assert code == 0 and "window and sinks alone" in output, output
     before = json.loads(Path("page/conversion.json").read_text())
     assert [row["n"] for row in before["speeds"]] == [16, 24] and len(before["losses"]) == 3
     assert command("convert", "plain", "--attention", SPEC, "-o", "converted")[0] == 0

@@ -54,7 +54,7 @@ def speeds(result: Result) -> str:
     for row in sorted(result["speeds"], key=lambda row: row["n"]):
         old, new = row["original"], row["converted"]
         faster = [f"{old[key] / new[key]:.2f} ×" for key in ("prefill", "decode")]
-        smaller = [f"{new[key] / old[key]:.2f}" for key in ("memory", "cache")]
+        smaller = [f"{new[key] / old[key]:.2f}" if old[key] else "–" for key in ("memory", "cache")]  # 0: too small
         size = f"{new['cache'] / 2**20:,.0f} of {old['cache'] / 2**20:,.0f} MiB"
         lines.append([f"{row['n']:,}", *faster, *smaller, size])
     return markdown(["tokens", "prefill", "decode", "memory of the prefill", "cache", "bytes of the cache"], lines)
