@@ -16,6 +16,7 @@ from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Buffers, Chunk, put, read, shifted, taken, write
 from subquad.attention.states.sums import every_head
 from subquad.kernels.merge import merge_attention
+from subquad.kernels.pools.summaries import span_summaries, takes
 from subquad.supports.kept import Kept, recent
 from subquad.supports.shards import Tail
 from subquad.supports.spans import Fixed
@@ -140,34 +141,34 @@ class Summaries(Keys):
     ) -> tuple[Buffers, Summary]:
         """The buffers with the blocks of a level that tokens length … stop-1 complete, and all blocks still seen."""
         first, last = length // one.unit, stop // one.unit
-        top, found = one is self.levels[-1], list[Summary]()
+        top, found = one is self.levels[-1], None
         if last > first and below is not None:
-            found = [self._of_all(module, tokens, one, below, last - first)]
+            found = self._of_all(module, tokens, one, below, last - first)
         elif last > first:
             found = self._of_run(module, buffers, tokens, length, first, last)
         seen = 0 if top else length // (one.unit * self._branch) * self._branch
-        series = None if top else [self._kept_blocks(buffers, one, seen, first), *found]
-        if found:
+        old = None if top else self._kept_blocks(buffers, one, seen, first)
+        if found is not None:
             buffers = self._put_run(buffers, one, first, found)
-        return buffers, self._kept_blocks(buffers, one, seen, last) if series is None else _together(series)
+            old = None if old is None else _together([old, found])
+        return buffers, self._kept_blocks(buffers, one, seen, last) if old is None else old
 
-    def _of_run(
-        self, module: Any, buffers: Buffers, tokens: Chunk, length: int, first: int, last: int
-    ) -> list[Summary]:
+    def _of_run(self, module: Any, buffers: Buffers, tokens: Chunk, length: int, first: int, last: int) -> Summary:
         """The spans first … last-1, of which the first may have begun with tokens that are kept."""
-        size, found, head = self._branch, list[Summary](), 0
-        if length > first * size:
-            head, past = (first + 1) * size - length, range(first * size, length)
-            own = shifted(self.tokens.slices(past), self._start(self.tokens))
-            old = [self._every_query(taken(buffers["q"], self.queries.slices(past)))]
-            old += [taken(buffers[name], own) for name in ("k", "v")]
-            q, k, v = (torch.cat((x, y[:, :, :head]), 2) for x, y in zip(old, tokens[:3], strict=True))
-            real = torch.cat((taken(buffers["real"], own), buffers["real"].new_ones(len(q), head)), 1)
-            known = None if bool(real.all()) else real[:, None]
-            found.append(of_tokens(module, *(x[:, :, None] for x in (q, k, v)), known))
-        if last > first + len(found):
-            found.append(of_spans(module, *tokens.part(head, last * size - length)[:3], size))
-        return found
+        size, past = self._branch, range(first * self._branch, length)
+        own = shifted(self.tokens.slices(past), self._start(self.tokens))
+        real = taken(buffers["real"], own)
+        query = self._every_query(taken(buffers["q"], self.queries.slices(past)))
+        old = (query, taken(buffers["k"], own), taken(buffers["v"], own))
+        if bool(real.all()):
+            return of_spans(module, old, tokens[:3], last - first, size)
+        head = size - len(past)
+        joined = (torch.cat((x, y[:, :, :head]), 2)[:, :, None] for x, y in zip(old, tokens[:3], strict=True))
+        begun = of_tokens(module, *joined, torch.cat((real, real.new_ones(len(real), head)), 1)[:, None])
+        if last == first + 1:
+            return begun
+        rest = tokens.part(head, last * size - length)
+        return _together([begun, of_spans(module, _nothing(rest), rest[:3], last - first - 1, size)])
 
     def _kept_blocks(self, buffers: Buffers, one: Kept, first: int, last: int) -> Summary:
         """The blocks first … last-1 of a level, as they are kept."""
@@ -188,7 +189,7 @@ class Summaries(Keys):
             query, key, value = (x[:, :, :cut].unflatten(2, (many, branch)) for x in below[:3])
             return of_summaries(module, query, key, value, below.count[:, :cut].unflatten(1, (many, branch)))
         if chunk.real is None and not self.skip:
-            return of_spans(module, *(x[:, :, :cut] for x in chunk[:3]), branch)
+            return of_spans(module, _nothing(chunk), chunk[:3], many, branch)
         q, k, v = (x[:, :, :cut].unflatten(2, (many, branch)) for x in chunk[:3])
         real = torch.ones_like(chunk.position, dtype=torch.bool) if chunk.real is None else chunk.real
         real = (real & (chunk.position >= self.skip))[:, :cut].unflatten(1, (many, branch))
@@ -239,23 +240,43 @@ class Summaries(Keys):
             buffers |= {name: write(buffers[name], slot, x) for name, x in news.items()}
         return buffers
 
-    def _put_run(self, buffers: Buffers, one: Kept, first: int, found: list[Summary]) -> Buffers:
+    def _put_run(self, buffers: Buffers, one: Kept, first: int, found: Summary) -> Buffers:
         """The same for the blocks from number `first` on of all rows; of more than a ring holds the last."""
-        whole, top = _together(found), one is self.levels[-1]
-        stop = first + whole.key.shape[2]
+        top, stop = one is self.levels[-1], first + found.key.shape[2]
         begin = max(first, stop - one.size) if one.ring else first
         own, late = one.slices(range(begin, stop)), begin - first
         place = shifted(own, self._start(one))
-        news = [("k", place, whole.key), ("v", place, whole.value), ("real", place, whole.count > 0)]
+        news = [("k", place, found.key), ("v", place, found.value), ("real", place, found.count > 0)]
         if not top:
-            news += [(f"q{one.source}", own, whole.query), (f"count{one.source}", own, whole.count)]
+            news += [(f"q{one.source}", own, found.query), (f"count{one.source}", own, found.count)]
         return buffers | {
             name: put(buffers[name], runs, x.narrow(x.dim() // 2, late, stop - begin)) for name, runs, x in news
         }
 
 
-def of_spans(module: Any, q: Tensor, k: Tensor, v: Tensor, size: int) -> Summary:
-    """Whole spans of `size` tokens, q, k and v (B, H, c·s, d), all of them real: as one call makes their summaries."""
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def of_spans(module: Any, past: Three, new: Three, count: int, size: int) -> Summary:
+    """The first `count` spans of `size` tokens, all of them real, of a sequence in two pieces, q, k and v (B, H, ·, d)
+    of less than a span and of what follows.
+    """
+    plain = not module.abstraction.learns and module.abstraction.shared_heads == 1
+    if plain and takes(*past, *new):
+        found = span_summaries(past, new, count, size, module.abstraction.pool, module.options.softmax_scale)
+        return Summary(*found, torch.full((len(new[0]), count), size, device=new[0].device))
+    begun, before = list[Summary](), past[0].shape[2]
+    if before:
+        joined = (torch.cat((x, y[:, :, : size - before]), 2)[:, :, None] for x, y in zip(past, new, strict=True))
+        begun, count = [of_tokens(module, *joined, None)], count - 1
+        new = tuple(x[:, :, size - before :] for x in new)  # type: ignore[assignment]
+    if count:
+        begun.append(_of_whole_spans(module, *(x[:, :, : count * size] for x in new), size))
+    return _together(begun)
+
+
+def _of_whole_spans(module: Any, q: Tensor, k: Tensor, v: Tensor, size: int) -> Summary:
+    """Spans of `size` tokens, (B, H, c·s, d), as one call makes their summaries."""
     n, features = q.shape[2], module.abstraction(q, k)
     support = Fixed(causal=True, span=size).text
     query, key = (_pools(x.unflatten(2, (-1, size)), module.abstraction.pool) for x in features)  # (B, H, c, d)
@@ -265,6 +286,11 @@ def of_spans(module: Any, q: Tensor, k: Tensor, v: Tensor, size: int) -> Summary
 
     key = find(features[1]) if module.abstraction.attended else key
     return Summary(query, key, find(v), torch.full((len(q), n // size), size, device=q.device))
+
+
+def _nothing(chunk: Chunk) -> Three:
+    """No token, in the form of a chunk's."""
+    return chunk.q[:, :, :0], chunk.k[:, :, :0], chunk.v[:, :, :0]
 
 
 def of_tokens(module: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Summary:
