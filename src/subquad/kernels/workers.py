@@ -98,6 +98,22 @@ def keep(*arrays):
     """At the end of a kernel that has used arrays by their addresses: Numba frees an array after its last use."""
 
 
+def queue() -> np.ndarray:
+    """The number of the next task, which the workers of one call share: who is done takes it, see `following`."""
+    return np.zeros(1, dtype=np.int64)
+
+
+@intrinsic
+def following(typingctx, address) -> Any:
+    """The number at the address of a queue, which is one larger from then on: no two workers get the same."""
+
+    def emit(context, builder, signature, arguments):
+        place = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(types.intp), emit
+
+
 @intrinsic
 def _call(typingctx, address, worker, workers, given) -> Any:
     """The function at an address."""

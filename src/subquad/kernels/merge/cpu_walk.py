@@ -16,7 +16,7 @@ from subquad.kernels.merge.cpu_masks import kept_mask
 from subquad.kernels.merge.cpu_program import kept, program_of, together
 from subquad.kernels.parallel import launch
 from subquad.kernels.vectors import BYTES
-from subquad.kernels.workers import Described
+from subquad.kernels.workers import Described, queue
 from subquad.supports.parts import Plan
 
 Rows = Sequence[tuple[slice, Plan]]  # which batch elements follow which plan
@@ -38,7 +38,7 @@ def forward(chosen: Rows, q: Tensor, keys, values, valid, scale, seed, dropout) 
         tables, _alive = work.tables(q, [*zip(keys, values, strict=True)], valid)
         ends = (_matrix(q), _matrix(out), lse.flatten(0, 1).numpy(), *_numbers(scale, seed, dropout))
         for begin in work.begins:
-            tiles.forward(threads, begin, *tables, *ends)
+            tiles.forward(threads, begin, queue(), *tables, *ends)
     return out, lse
 
 
@@ -56,7 +56,7 @@ def backward(chosen: Rows, grad, q: Tensor, keys, values, out, lse, valid, scale
         tables, _alive = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
         ends = (*(_matrix(x) for x in (q, out, grad, dq)), lse.flatten(0, 1).numpy())
         for begin in work.backward_begins(least, shares):
-            tiles.backward(threads, begin, *tables, *ends, *_numbers(scale, seed, dropout), clear)
+            tiles.backward(threads, begin, queue(), *tables, *ends, *_numbers(scale, seed, dropout), clear)
     if shares > 1:
         dkv = [[x.unflatten(0, (-1, shares)).sum(1) for x in pair] for pair in dkv]
     return [dq, *(pair[0] for pair in dkv), *(pair[1] for pair in dkv)]

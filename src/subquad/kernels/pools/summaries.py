@@ -12,7 +12,7 @@ from torch import Tensor
 from subquad.kernels.parallel import inline
 from subquad.kernels.vector_rows import add_row, exp_row, fill_row, larger_row
 from subquad.kernels.vectors import BYTES, dot, largest, scale_row
-from subquad.kernels.workers import Workers
+from subquad.kernels.workers import Workers, following, queue
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -40,7 +40,7 @@ def span_summaries(
     out = [torch.empty(batch, heads, count, width, dtype=like.dtype) for _ in range(3)]
     kind = (np.zeros(1, like.numpy().dtype), size_of, width, heads, batch * heads, count, size, before)
     matrices = [tuple(_matrix(x) for x in group) for group in (past, new, out)]
-    _summaries.run(*kind, *matrices, int(pool == "max"), float(scale))
+    _summaries.run(*kind, queue(), *matrices, int(pool == "max"), float(scale))
     return out[0], out[1], out[2]
 
 
@@ -77,11 +77,14 @@ def _pool(like, size, width, past, new, before, b, h, first, count, is_max, into
 @Workers
 def _summaries(worker, workers, arguments):
     """A span of an instance is a task."""
-    (like, size, width, heads, instances, spans, count, before, past, new, out, is_max, scale) = arguments[0]
+    (like, size, width, heads, instances, spans, count, before, queue, past, new, out, is_max, scale) = arguments[0]
     lanes = BYTES // size
     weights = np.empty(-(-count // lanes) * lanes, like.dtype)
     w, nothing, one = weights.ctypes.data, like.dtype.type(-np.inf), like.dtype.type(1)
-    for task in range(worker, instances * spans, workers):
+    for _ in range(instances * spans):
+        task = following(queue.ctypes.data)
+        if task >= instances * spans:
+            break
         b, h, a = task // spans // heads, task // spans % heads, task % spans
         first = a * count
         query, key = _row(out[0], b, h, a, size), _row(out[1], b, h, a, size)
