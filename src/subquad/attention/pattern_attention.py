@@ -33,7 +33,7 @@ from subquad.kernels.merge import merge_attention
 from subquad.kernels.tables import UNION, pattern_edges, pattern_mask
 from subquad.supports.kept import EVERYTHING
 from subquad.supports.pattern import Pattern
-from subquad.supports.shards import last_rows
+from subquad.supports.shards import Tail
 from subquad.supports.support import text_of
 
 
@@ -122,20 +122,25 @@ class PatternAttention(SizedAttention):
         groups = [len(heads) for heads, _ in self.head_groups()]
         return torch.cat([torch.arange(batch * size, device=device).view(batch, size) for size in groups], 1)
 
-    def attend_last(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """The last queries (B, H, t, d) of a sequence of n tokens, k and v (B, H or H/g, n, d), real (B, n) of them."""
-        n, text, scale = k.shape[2], self._text(k.shape[2]), self.options.softmax_scale
-        first = n - q.shape[2]
+    def attend_last(self, q: Tensor, keys: list[Tensor], values: list[Tensor], real: Tensor | None) -> Tensor:
+        """The last queries (B, H, t, d) of a sequence, whose keys and values (B, H or H/g, ·, d) are given in two
+        pieces: those of these t tokens, and those of the tokens before, real (B, ·) or all.
+        """
+        t, first = q.shape[2], keys[1].shape[2]
+        n, scale = first + t, self.options.softmax_scale
+        text = self._text(n)
         if self.options.map != "softmax" or not self._has_parts:
+            k, v = (torch.cat(x[::-1], 2) for x in (keys, values))
             q = torch.cat((torch.zeros_like(q[:, :, :1]).expand(-1, -1, first, -1), q), 2)
+            real = None if real is None else torch.cat((real, real.new_ones(len(q), t)), 1)
             lengths = torch.full((len(q),), n, device=q.device)
             return self.attend_aligned(q, k, v, real, lengths, None)[:, :, first:]
-        about: dict[str, Any] = {"scale": scale, "valid": [None if real is None else real[:, None]]}
-        outs = []
+        outs, support = [], Tail(of=text, first=first, sources=1).text
+        valid = [None, None if real is None else real[:, None]]
         for heads, family in self.head_groups():
-            where = last_rows(text, "union" if family is None else str(family), first, n, 1)
-            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
-            outs.append(merge_attention(x, [y], [z], *where, n, **about))
+            which = "union" if family is None else str(family)
+            x, *own = (_heads(y, heads, self.options.num_heads) for y in (q, *keys, *values))
+            outs.append(merge_attention(x, own[:2], own[2:], support, which, n, scale=scale, valid=valid))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     @property
