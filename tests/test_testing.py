@@ -128,6 +128,18 @@ def test_an_attribute_written_in_a_call_is_found(registered):
         check_attention(registered(Counts), only=["leaves_no_trace"], causal=False)
 
 
+class Noisy(PaddingLeak):
+    """Adds noise from torch's generator."""
+
+    def attend(self, q, k, v, call):
+        return super().attend(q, k, v, call) * (1 + 1e-4 * torch.rand(()))
+
+
+def test_a_result_that_follows_from_chance_is_found(registered):
+    with pytest.raises(ContractError, match="two calls with the same inputs differ: a call draws from torch's"):
+        check_attention(registered(Noisy), only=["copies_and_seeds"], causal=False)
+
+
 def test_progress_is_printed(capsys):
     check_attention("full", only=["no_state_between_calls"], causal=True, progress=True)
     assert "full causal, no_state_between_calls" in capsys.readouterr().err
