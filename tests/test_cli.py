@@ -452,15 +452,15 @@ def test_paths_are_no_markup(capsys):
     assert "model: z[/b]/:smile:/model\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("line", "said"), [
-    ("plot full --n -3", "error: --n must be greater than or equal to 1, not '-3'"),
-    ("plot full --n=-3", "error: --n must be greater than or equal to 1, not '-3'"),
-    ("advise --n 16k", "error: --n must be a valid integer, not '16k'"),
-    ("show :w=8", "error: the name of the attention is missing (`subquad list` shows all 40)"),
+@pytest.mark.parametrize(("line", "words"), [
+    ("plot full --n -3", ("--n", "-3", "1")),
+    ("plot full --n=-3", ("--n", "-3", "1")),
+    ("advise --n 16k", ("--n", "16k", "integer")),
+    ("show :w=8", ("the name of the attention is missing (`subquad list` shows all ",)),
 ])  # fmt: skip
-def test_errors_name_the_option_and_its_value(run, line, said):
+def test_errors_name_the_option_and_its_value(run, line, words):
     result = run(line)
-    assert result.exit_code == 2 and result.stderr.strip() == said.replace("40", str(len(subquad.available())))
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and all(word in result.stderr for word in words)
 
 
 # ---- studies -----------------------------------------------------------------------------------------------

@@ -190,6 +190,11 @@ def test_what_options_cannot_break_is_checked_once(registered, capsys):
     assert said.count("weights_are_probabilities") == 2 and said.count("bad_input_is_refused") == 1
 
 
+def test_only_takes_the_name_of_one_check(capsys):
+    check_attention("full", only="no_state_between_calls", causal=True, progress=True)
+    assert capsys.readouterr().err.count("ok ") == 1
+
+
 def test_unknown_checks_are_refused():
     with pytest.raises(ValueError, match="no check is called nonsense"):
         check_attention("full", only=["nonsense"])
