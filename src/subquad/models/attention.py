@@ -222,13 +222,16 @@ def weights_at_hand(module: nn.Module) -> Iterator[None]:
     """Load what accelerate has offloaded, for the whole of `module`.
 
     Its hooks load the parameters of a module when that module is called. The parts of a mechanism are not all called
-    (lists of parameters cannot be), so their hooks are run here.
+    (lists of parameters cannot be), so their hooks are run here, once: a part that is called meanwhile would take its
+    parameters away from others that read them.
     """
-    hooked = [part for part in module.modules() if hasattr(part, "_hf_hook")]
-    for part in hooked:
+    hooked = [(part, part.forward) for part in module.modules() if hasattr(part, "_hf_hook")]
+    for part, _ in hooked:
         part._hf_hook.pre_forward(part)
+        part.forward = part._old_forward
     try:
         yield
     finally:
-        for part in hooked:
+        for part, forward in hooked:
+            part.forward = forward
             part._hf_hook.post_forward(part, None)
