@@ -1,4 +1,4 @@
-"""`torch.export`: one graph for every length, from a model that has never been called, and nothing is left behind."""
+"""`torch.export`: one graph for every length and batch, from a fresh model, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from subquad.models import HEADS
     ("head", "spec"),
     [("causal-lm", "full"), ("sequence", "full"), ("seq2seq", "full"), ("causal-lm", "composite-slice:slice_length=4")],
 )
-def test_export_with_dynamic_length(head, spec):
+def test_export_with_dynamic_sizes(head, spec):
     model = HEADS[head](config(attention=spec, num_hidden_layers=1)).eval()
     m, n = torch.export.Dim("m", min=2, max=8), torch.export.Dim("n", min=9, max=16)
-    given = inputs(head)
-    shapes = {name: {1: m if name == "decoder_input_ids" else n} for name in given}
+    given, rows = inputs(head), torch.export.Dim("b", min=1, max=8)
+    shapes = {name: {0: rows, 1: m if name == "decoder_input_ids" else n} for name in given}
     program = torch.export.export(model, (), kwargs=given, dynamic_shapes=shapes, strict=False)
-    longer = inputs(head, 16)
+    longer = inputs(head, 16, rows=3)
     longer["attention_mask"][0, 9:] = 0
     torch.testing.assert_close(program.module()(**longer).logits, model(**longer).logits, rtol=1e-4, atol=1e-5)
 
@@ -52,12 +52,12 @@ def test_a_fresh_process_exports_before_it_has_computed_anything():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # the exporter imports it
 def test_the_exporter_of_transformers():
-    """It makes every length dynamic, and calls `forward` by its signature."""
+    """It makes every axis dynamic, and calls `forward` by its signature."""
     exporters = pytest.importorskip("transformers.exporters")
     model = HEADS["token"](config(attention="combiner-fixed:span=4", num_hidden_layers=1)).eval()
     settings = exporters.DynamoConfig(dynamic=True)
     program = exporters.DynamoExporter().export(model, {**inputs("token"), "return_dict": True}, config=settings)
-    other = inputs("token", 9)
+    other = inputs("token", 9, rows=3)
     torch.testing.assert_close(program.module()(**other).logits, model(**other).logits, rtol=1e-4, atol=1e-5)
 
 
@@ -81,19 +81,20 @@ SCALES = [
         pytest.param("causal-lm", SCALES, id="causal-scales", marks=pytest.mark.slow),
     ],
 )
-def test_export_of_sub_quadratic_attention_with_dynamic_length(head, specs):
-    """A fresh model, any length, padding on the left; and exporting leaves nothing behind for the next model."""
+def test_export_of_sub_quadratic_attention_with_dynamic_sizes(head, specs):
+    """A fresh model, any length and batch, left padding; and exporting leaves nothing behind for the next model."""
     torch.manual_seed(0)
     keys = {"attention": specs, "evaluation_seed": 3, "num_hidden_layers": len(specs), "max_position_embeddings": 64}
     model = HEADS[head](config(**keys)).eval()
     ids, mask = torch.randint(20, (2, 12)), torch.ones(2, 12, dtype=torch.long)
-    n = torch.export.Dim("n", min=3, max=64)
-    given, shapes = {"input_ids": ids, "attention_mask": mask}, {"input_ids": {1: n}, "attention_mask": {1: n}}
+    b, n = torch.export.Dim("b", min=1, max=8), torch.export.Dim("n", min=3, max=64)
+    given = {"input_ids": ids, "attention_mask": mask}
+    shapes = {name: {0: b, 1: n} for name in given}
     program = torch.export.export(model, (), kwargs=given, dynamic_shapes=shapes, strict=False)
-    for length in (5, 33, 64):
+    for rows, length in ((3, 5), (1, 33), (2, 64)):
         longer = {
-            "input_ids": torch.randint(20, (2, length)),
-            "attention_mask": torch.ones(2, length, dtype=torch.long),
+            "input_ids": torch.randint(20, (rows, length)),
+            "attention_mask": torch.ones(rows, length, dtype=torch.long),
         }
         longer["attention_mask"][0, :3] = 0
         expected = model(**longer).logits

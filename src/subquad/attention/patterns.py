@@ -145,7 +145,7 @@ class PatternAttention(Attention):
         first = n - q.shape[2]
         if self.options.map != "softmax" or not self._has_parts:
             q = torch.cat((torch.zeros_like(q[:, :, :1]).expand(-1, -1, first, -1), q), 2)
-            lengths = torch.full((len(q),), n, device=q.device)
+            lengths = torch.full((q.shape[0],), n, device=q.device)
             return self.attend_aligned(q, k, v, real, lengths, None)[:, :, first:]
         about: dict[str, Any] = {"scale": scale, "valid": [None if real is None else real[:, None]]}
         outs = []

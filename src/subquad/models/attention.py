@@ -128,7 +128,7 @@ class AttentionLayer(nn.Module):
                 about = (x, keys, keys, project, key_mask, drawn)
                 y, record = mechanism.attend_tokens(*about, want_record=want_record)  # (B, n, H·d)
             else:
-                rows = (lambda bucket: project.of_rows(bucket, len(x)), drawn)
+                rows = (lambda bucket: project.of_rows(bucket, x.shape[0]), drawn)
                 y, record = attend_packed(packing, mechanism, (x, x, x), *rows, want_record=want_record)
         weights = None
         if want_weights:
@@ -156,7 +156,7 @@ class AttentionLayer(nn.Module):
             if packing is None:
                 return self.out_proj(state.extend(self.attention, x, project, key_mask, drawn))
             (bucket,) = packing.buckets
-            rows = (bucket.rows(x), project.of_rows(bucket, len(x)), bucket.mask)
+            rows = (bucket.rows(x), project.of_rows(bucket, x.shape[0]), bucket.mask)
             y = state.extend(self.attention, *rows, drawn)
             if bucket.slots.shape[1] < x.shape[1]:
                 state.skip(key_mask)
