@@ -37,7 +37,7 @@ class AnyLengthComposer(Composer):
         if scale == 0:
             return None
         last = self._slots(q)[-1:] // self.options.slice_length**scale  # (1,): the number of the last slice
-        return (last + 1).expand(len(q)).contiguous()
+        return (last + 1).expand(q.shape[0]).contiguous()
 
     def _sums(self, x: Tensor) -> Tensor:
         """(B, n, …) → (B, n, …): the sum over slice t at slot t."""

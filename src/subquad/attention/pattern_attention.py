@@ -132,8 +132,8 @@ class PatternAttention(SizedAttention):
         if self.options.map != "softmax" or not self._has_parts:
             k, v = (torch.cat(x[::-1], 2) for x in (keys, values))
             q = torch.cat((torch.zeros_like(q[:, :, :1]).expand(-1, -1, first, -1), q), 2)
-            real = None if real is None else torch.cat((real, real.new_ones(len(q), t)), 1)
-            lengths = torch.full((len(q),), n, device=q.device)
+            real = None if real is None else torch.cat((real, real.new_ones(q.shape[0], t)), 1)
+            lengths = torch.full((q.shape[0],), n, device=q.device)
             return self.attend_aligned(q, k, v, real, lengths, None)[:, :, first:]
         outs, support = [], Tail(of=text, first=first, sources=1).text
         valid = [None, None if real is None else real[:, None]]
