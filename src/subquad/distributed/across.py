@@ -208,7 +208,8 @@ class Across:
             out = one(run, call._replace(shard=piece, key_mask=mine))  # (b, H, t', d)
             if mine is not None and module.positional and run.key_mask is not None:
                 out = _within(out, run.key_mask, piece.own)
-            pieces.append(F.pad(out, (0, 0, run.slots.start, layout.length - run.slots.stop)))
+            around = (run.slots.start, layout.length - run.slots.stop)
+            pieces.append(F.pad(out, (0, 0, *around)) if any(around) else out)  # padding by nothing is a copy
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
