@@ -147,11 +147,13 @@ class Summaries(Keys):
         elif last > first:
             found = self._of_run(module, buffers, tokens, length, first, last)
         seen = 0 if top else length // (one.unit * self._branch) * self._branch
-        old = None if top else self._kept_blocks(buffers, one, seen, first)
-        if found is not None:
+        if found is None:
+            return buffers, self._kept_blocks(buffers, one, seen, first)
+        if top:  # nothing that is kept moves
             buffers = self._put_run(buffers, one, first, found)
-            old = None if old is None else _together([old, found])
-        return buffers, self._kept_blocks(buffers, one, seen, last) if old is None else old
+            return buffers, self._kept_blocks(buffers, one, seen, last)
+        series = _together([self._kept_blocks(buffers, one, seen, first), found])  # before the ring comes round
+        return self._put_run(buffers, one, first, found), series
 
     def _of_run(self, module: Any, buffers: Buffers, tokens: Chunk, length: int, first: int, last: int) -> Summary:
         """The spans first … last-1, of which the first may have begun with tokens that are kept."""
