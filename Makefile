@@ -14,7 +14,7 @@ READY := $(VENV)/.ready
 
 MINUTES ?= inf
 OLDEST := .venv-oldest
-TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md --write docs/conversion.md
+TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md --write docs/conversion.md --write docs/distributed.md
 
 .PHONY: run demo test test-all test-oldest check docs format results tables clean
 

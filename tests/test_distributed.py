@@ -16,8 +16,9 @@ import subquad
 from distributed_runs import Team, close, compare, compare_layer, compare_model, make_batch, make_model
 from subquad.bench import Setting
 from subquad.bench_processes import bytes_sent
-from subquad.distributed import average_gradients, counted, sequence_parallel, shard
-from subquad.distributed.groups import Group
+from subquad.distributed import average_gradients, counted, merging, sequence_parallel, shard
+from subquad.distributed.across import Across
+from subquad.distributed.groups import DryGroup, Group, Pending
 from subquad.distributed.layouts import zigzag_ranges
 from subquad.distributed.parallel import check, divisible
 
@@ -379,6 +380,34 @@ def test_zigzag_gives_all_the_same_work():
     n, p = 4096, 8
     work = [sum((i + 1) for lo, hi in some for i in range(lo, hi)) for some in zigzag_ranges(n, p)]
     assert max(work) == min(work) and sorted(x for some in zigzag_ranges(n, p) for x in some)[0] == (0, 256)
+
+
+@pytest.mark.parametrize("spec", ["combiner-fixed:span=4", "longformer:window=4"])
+def test_own_keys_are_attended_to_while_others_travel(monkeypatch, spec):
+    """The keys of others are sent for before the own part is computed, and waited for after it."""
+    events = []
+
+    class Noting(DryGroup):
+        def _start(self, *args):
+            pending = super()._start(*args)
+            events.append("send")
+            pending.wait = lambda: events.append("wait") or Pending.wait(pending)
+            return pending
+
+    def noting(function, at):
+        return lambda *args: events.append(args[at].rpartition(":")[2]) or function(*args)
+
+    monkeypatch.setattr(merging, "merge", noting(merging.merge, 7))
+    monkeypatch.setattr(merging, "merge_backward", noting(merging.merge_backward, 10))
+    a, group = subquad.attention(spec, num_heads=2, head_dim=8, causal=True).to("meta"), Noting(2, 1)
+    a.across = Across(group)
+    xs = [torch.empty(1, 2, 16, 8, device="meta", requires_grad=True) for _ in range(3)]
+    with subquad.distributed.Layout(group, 32).active():
+        out = a(*xs)
+        assert events[events.index("send") :] == ["send", "local", "wait", "remote"]  # summaries come before that
+        events.clear()
+        out.backward(torch.empty_like(out))
+    assert events[:4] == ["remote", "send", "local", "wait"]
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subquad.kernels.maxima import others_max, running_max
-from subquad.kernels.merge import merge_attention, reference
+from subquad.kernels.merge import aten, cpu, gpu, merge_attention, reference
 from subquad.kernels.merge.cpu_program import KEPT, program_of
 from subquad.kernels.merge.op import merge
 from subquad.kernels.mixture import mixture_merge
@@ -253,6 +253,29 @@ def test_a_support_of_another_process_is_refused():
     x = torch.randn(1, 1, 4, 2)
     with pytest.raises(ValueError, match="does not exist in this process"):
         merge_attention(x, [x], [x], "given:99999", "main", 4, scale=1.0)
+
+
+@pytest.mark.parametrize("operators", [cpu, reference, aten, gpu])
+def test_tensors_that_are_too_short_for_the_plan_are_refused(operators):
+    """They would be read beyond their end."""
+    support = Fixed(causal=False, span=4)
+    q, k, v, short = (torch.randn(1, 2, m, 8) for m in (10, 10, 10, 9))
+    groups, fewer = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 2, 8)
+    rest = ([], None, None, support.text, "main", 10, 0.3, 0.0)
+    for three, wrong in (
+        ((q, [short, groups], [v, groups]), r"keys\[0\] has 9 keys, and the plan main of .* for 10 tokens reaches 10"),
+        ((q, [k, groups], [v, fewer]), r"values\[1\] has 2 keys, and the plan main of .* for 10 tokens reaches 3"),
+        ((short, [k, groups], [v, groups]), r"q has 9 rows, and the plan main of .* for 10 tokens has 10"),
+        ((q, [k], [v]), r"keys has 1 source, and the plan main of .* for 10 tokens needs 2"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            operators.forward(*three, *rest)
+        out, lse = torch.zeros_like(three[0]), torch.zeros(three[0].shape[:3])
+        with pytest.raises(ValueError, match=wrong):
+            operators.backward(out, *three, out, lse, *rest)
+    drawn = Pieces(parts=lambda n: [Part(Grid(0, 2, 4, 4), Grid(0, 2, 1, 4), draws=1)], drawn=(0, 2))
+    with pytest.raises(ValueError, match=r"keys\[0\] has 10 keys, and the plan main of .* for 8 tokens reaches 12"):
+        operators.forward(q[:, :, :8], [k], [v], [], None, None, drawn.text, "main", 8, 0.3, 0.0)
 
 
 @pytest.mark.parametrize("pool", ["max", "mean"])

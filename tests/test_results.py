@@ -9,13 +9,13 @@ import pytest
 
 from subquad import bench
 from subquad.bench import Setting
-from subquad.studies import speed, tables
+from subquad.studies import processes, speed, tables
 
 ROOT = Path(__file__).parents[1]
 SMALL = Setting(heads=2, head_dim=8)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/conversion.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/conversion.md", "docs/distributed.md"])
 def test_the_tables_are_in_step_with_the_results(page):
     text = (ROOT / page).read_text()
     assert "<!-- table: " in text
@@ -137,3 +137,21 @@ def test_the_walk_in_contributing_names_what_exists():
         assert 3 <= len(steps) <= 4
         for _, file, name in steps:
             assert name in (ROOT / "src" / "subquad" / file).read_text()
+
+
+def test_bytes_and_times_of_several_processes_are_kept_and_shown(tmp_path, monkeypatch):
+    path, calls = tmp_path / "processes.json", []
+    monkeypatch.setattr(processes, "SENT", ("full", "combiner-fixed:span=4"))
+    monkeypatch.setattr(processes, "LENGTHS", (64,))
+    monkeypatch.setattr(processes, "peak_memory", lambda spec, n, p, setting: 2**20 * (8 // p))
+    monkeypatch.setattr(processes, "step_seconds", lambda **about: calls.append(about) or 2.0 / about["processes"])
+    processes.run(path, ["sent", "memory", "times"], rounds=1)
+    processes.run(path, ["sent", "memory", "times"], rounds=2)
+    assert len(calls) == 2 * 5, "what is known is not measured again"
+    page = "".join(
+        f"<!-- table: processes {words} -->\n<!-- end of table -->\n" for words in ("sent causal", "memory", "times")
+    )
+    text = tables.updated(page, tmp_path)
+    assert "| `full`, ring | 0.19 + 0.44 | 1 |" in text and "| `combiner-fixed:span=4` | 0.05 + 0.05 | 1/7 |" in text
+    assert "| `combiner-fixed` | 8 MiB | 4 MiB (0.50) | 2 MiB (0.25) |" in text
+    assert "| `full`, zigzag | 8,192 | 2 | 1.00 s | 2.00 (2.00 to 2.00) |" in text

@@ -93,16 +93,21 @@ def _call(target: Callable[..., None], args: tuple[Any, ...]) -> None:
 
 def start_two(target: Callable[..., None], *args: Any) -> list[Any]:
     """Two processes as torchrun would start them."""
+    return start_ranks(2, target, *args)
+
+
+def start_ranks(size: int, target: Callable[..., None], *args: Any) -> list[Any]:
+    """So many processes as torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return [start(_as_rank, rank, port, target, args) for rank in range(2)]
+    return [start(_as_rank, rank, size, port, target, args) for rank in range(size)]
 
 
-def _as_rank(rank: int, port: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _as_rank(rank: int, size: int, port: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     target(*args)
 

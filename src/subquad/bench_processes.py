@@ -3,12 +3,12 @@
 bytes     counted exactly, by running the layer as each process on meta tensors: the same code, no data
 time      a layer's forward and backward pass and the averaging of its gradients, in p fresh processes with some threads
           each; the slowest process counts, the best of several rounds
-memory    how far the resident memory of a process rises during its first step, inputs not included; the largest
+memory    how far the resident memory of a process rises during its first step, inputs not included; the largest. These
+          processes are others than those that are timed, because they return freed memory to the system at once
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import socket
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from subquad.attention.registry import for_length
-from subquad.bench import Setting
+from subquad.bench import Setting, growth
 from subquad.core import memory
 from subquad.core.child import command as child_command
 from subquad.core.child import paths as child_paths
@@ -51,19 +51,6 @@ class Sent:
     @property
     def both(self) -> int:
         return self.forward + self.backward
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One mechanism at one length on some processes: seconds and peak bytes of a step of one layer."""
-
-    spec: str
-    n: int
-    processes: int
-    seconds: float
-    memory: int
-    sent: Sent | None = None  # None on one process
-    ring: Sent | None = None
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -111,19 +98,50 @@ def _sent_by(rank: int, spec: str, n: int, processes: int, setting: Setting) -> 
 # ---- time and memory ------------------------------------------------------------------------------------------------
 
 
-def measure(
-    spec: str, n: int, processes: int, setting: Setting, *, threads: int = 1, repeats: int = 3
-) -> tuple[float, int]:
-    """Seconds of the best step, and the bytes by which the largest process grows in its first."""
+def step_seconds(
+    spec: str,
+    n: int,
+    processes: int,
+    setting: Setting,
+    *,
+    layout: str = "contiguous",
+    threads: int = 1,
+    repeats: int = 3,
+) -> float:
+    """Seconds of the best step; a step takes as long as its slowest process."""
+    answers = _run(spec, n, processes, setting, layout, threads, repeats, {})
+    return min(max(each) for each in zip(*(answer["seconds"] for answer in answers), strict=True))
+
+
+def peak_memory(
+    spec: str, n: int, processes: int, setting: Setting, *, layout: str = "contiguous", threads: int = 1
+) -> int:
+    """Bytes by which the largest process grows in its first step."""
+    answers = _run(spec, n, processes, setting, layout, threads, 0, memory.RETURNED)
+    return max(answer["memory"] for answer in answers)
+
+
+def _run(
+    spec: str, n: int, processes: int, setting: Setting, layout: str, threads: int, repeats: int, variables: dict
+) -> list[dict[str, Any]]:
+    """What each of the fresh processes says; `variables` are added to their environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    request = {"spec": spec, "n": n, "setting": asdict(setting), "threads": threads, "repeats": repeats}
+    request = {
+        "spec": spec,
+        "n": n,
+        "setting": asdict(setting),
+        "layout": layout,
+        "threads": threads,
+        "repeats": repeats,
+    }
     children = []
     for rank in range(processes):
         own = {
             "RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "PYTHONPATH": child_paths(working_folder=False),
+            **variables,
         }  # fmt: skip
         environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -140,8 +158,7 @@ def measure(
             last = (wrong.strip().splitlines() or [f"it ended with code {child.returncode}"])[-1]
             raise ValueError(f"{spec} at n = {n} on {processes} processes could not be measured: {last}")
         answers.append(json.loads(said))
-    rounds = zip(*(answer["seconds"] for answer in answers), strict=True)
-    return min(max(each) for each in rounds), max(answer["memory"] for answer in answers)
+    return answers
 
 
 def _child() -> None:
@@ -150,22 +167,19 @@ def _child() -> None:
     torch.set_num_threads(request["threads"])
     dist.init_process_group("gloo")
     group = Group(dist.group.WORLD)
-    spec, n, setting = request["spec"], request["n"], Setting(**request["setting"])
-    _step(*_layer(spec, 64, setting, group), group)
-    layer, x, grad = _layer(spec, n, setting, group)
-    gc.collect()
-    before = memory.reset_peak()
-    _step(layer, x, grad, group)
-    grown, seconds = memory.peak() - before, []
+    spec, n, layout, setting = request["spec"], request["n"], request["layout"], Setting(**request["setting"])
+    _step(*_layer(spec, 64, setting, group, layout), group)
+    layer, x, grad = _layer(spec, n, setting, group, layout)
+    grown, seconds = growth(lambda: _step(layer, x, grad, group)), []
     for _ in range(request["repeats"]):
         dist.barrier()
         start = time.perf_counter()
         _step(layer, x, grad, group)
         seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds, "memory": max(0, grown)}))
+    print(json.dumps({"seconds": seconds, "memory": grown}))
 
 
-def _layer(spec: str, n: int, setting: Setting, group: Group) -> tuple[Any, Tensor, Tensor]:
+def _layer(spec: str, n: int, setting: Setting, group: Group, layout: str) -> tuple[Any, Tensor, Tensor]:
     """A layer, this process's tokens, and the gradient of its output."""
     torch.manual_seed(0)
     width = setting.heads * setting.head_dim
@@ -174,8 +188,8 @@ def _layer(spec: str, n: int, setting: Setting, group: Group) -> tuple[Any, Tens
         spec, n, causal=setting.causal, num_heads=setting.heads, head_dim=setting.head_dim, max_length=n
     )
     if group.size > 1:
-        sequence_parallel(layer, group)
-    size = Layout(group, n).length
+        sequence_parallel(layer, group, layout=layout)
+    size = Layout(group, n, zigzag=layout == "zigzag").length
     return layer, torch.randn(setting.batch, size, width, requires_grad=True), torch.randn(setting.batch, size, width)
 
 

@@ -59,7 +59,7 @@ class Cosformer(KernelAttention):
         n, place = q.shape[2], torch.arange(q.shape[2], device=q.device)
         if call.shard is not None:  # a part of a row: its places and its length are those of the row
             n, place, call = call.shard.n, place + call.shard.own[0], call._replace(lengths=call.shard.lengths)
-        size: Any = torch.tensor([n], device=q.device) if call.lengths is None else call.lengths
+        size: Any = torch.full((1,), n, device=q.device) if call.lengths is None else call.lengths
         size = size.view(-1, 1, 1, 1).clamp(min=1)
         place = place[:, None].minimum(size)
         whole = size if self.options.max_length is None else self.options.max_length

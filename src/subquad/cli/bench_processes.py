@@ -38,7 +38,7 @@ def show(
 
 
 def _rows(table: Table, spec: str, n: int, processes: Sequence[int], setting, repeats: int, count_only: bool) -> None:
-    from subquad.bench_processes import bytes_sent, measure
+    from subquad.bench_processes import bytes_sent, peak_memory, step_seconds
 
     first = None
     for p in processes:
@@ -51,7 +51,7 @@ def _rows(table: Table, spec: str, n: int, processes: Sequence[int], setting, re
         if not count_only:
             if err().is_terminal:
                 err().print(f"{spec} at n = {n:,} on {p} process{'es' * (p > 1)}", style="dim")
-            took, grown = measure(spec, n, p, setting, repeats=repeats)
+            took, grown = step_seconds(spec, n, p, setting, repeats=repeats), peak_memory(spec, n, p, setting)
             first = first or took
             cells += [seconds(took), f"{first / took:.2f}×", size(grown)]
         table.add_row(f"{n:,}", spec, str(p), *cells)

@@ -5,6 +5,7 @@ Every process must make the same calls in the same order, with tensors of the sa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class _Move(torch.autograd.Function):
 
 
 def _moved(group: Group, xs: Sequence[Tensor], have: Cut, want: Cut) -> list[Tensor]:
-    """What comes from several processes is added up: such are gradients."""
+    """Where ranges of `have` overlap, what comes from several processes is added up: such are gradients."""
     me, mine, wish = group.rank, have[group.rank], want[group.rank]
     others = [r for r in range(group.size) if r != me]
     give, take = [overlap(mine, one) for one in want], [overlap(one, wish) for one in have]
@@ -55,6 +56,10 @@ def _moved(group: Group, xs: Sequence[Tensor], have: Cut, want: Cut) -> list[Ten
         for r in range(group.size)
     ]
     pending = group.exchange(pieces, shapes, xs[0])
+    if all(a[1] <= b[0] for a, b in itertools.pairwise(have)):  # every place comes from one process
+        received = pending.wait()
+        return [_joined([stretch(x, mine, take[r]) if r == me else received[r][i] for r in range(group.size)])
+                for i, x in enumerate(xs)]  # fmt: skip
     out = [x.new_zeros(*x.shape[:2], wish[1] - wish[0], x.shape[3]) for x in xs]
     for y, x in zip(out, xs, strict=True):
         stretch(y, wish, take[me]).copy_(stretch(x, mine, take[me]))
@@ -63,6 +68,12 @@ def _moved(group: Group, xs: Sequence[Tensor], have: Cut, want: Cut) -> list[Ten
         for y, piece in zip(out, received[r], strict=True):
             stretch(y, wish, take[r]).add_(piece)
     return out
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Side by side; no copy where there is one piece only."""
+    some = [piece for piece in pieces if piece.shape[2]] or pieces[:1]
+    return some[0] if len(some) == 1 else torch.cat(some, 2)
 
 
 # ---- tokens in another order ----------------------------------------------------------------------------------------

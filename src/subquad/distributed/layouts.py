@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from subquad.distributed.groups import Group
 from subquad.supports.shards import Cut, Range, divide
 
 _current: ContextVar[Layout | None] = ContextVar("layout", default=None)
+_divided = False  # has any sequence been divided? torch.compile cannot read a ContextVar, and need not where none has
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,15 +80,26 @@ class Layout:
     @contextmanager
     def active(self) -> Iterator[None]:
         """The mechanisms that are called inside need not ask the other processes again."""
-        token = _current.set(self)
+        token = enter(self)
         try:
             yield
         finally:
-            _current.reset(token)
+            leave(token)
+
+
+def enter(layout: Layout) -> Any:
+    """Make it the current layout, until `leave` is called with what this returns."""
+    global _divided
+    _divided = True
+    return _current.set(layout)
+
+
+def leave(token: Any) -> None:
+    _current.reset(token)
 
 
 def current() -> Layout | None:
-    return _current.get()
+    return _current.get() if _divided else None
 
 
 def zigzag_ranges(n: int, processes: int) -> tuple[tuple[Range, ...], ...]:

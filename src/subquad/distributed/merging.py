@@ -152,7 +152,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         job, m, (q, out, lse, *tensors) = ctx.job, ctx.sources, ctx.saved_tensors
         keys, values, theirs = tensors[:m], tensors[m : 2 * m], tensors[2 * m :]
-        grad, pending, dq = grad.contiguous(), None, None
+        pending, dq = None, None
         if theirs:
             if any(len(need) for need in job.lists.needed):
                 dq, *back = merge_backward(grad, q, theirs[:m], theirs[m:], out, lse, *job.about("remote"))

@@ -16,7 +16,7 @@ from subquad.distributed import exchange
 from subquad.distributed.across import Across
 from subquad.distributed.gaps import Closing
 from subquad.distributed.groups import Group
-from subquad.distributed.layouts import Layout, _current, agree, current
+from subquad.distributed.layouts import Layout, agree, current, enter, leave
 
 IGNORED = -100  # a label that does not count
 BUCKET = 1 << 25  # bytes of gradients that are averaged at a time
@@ -216,7 +216,7 @@ class _Hooks:
         if closing is not None:
             layout = closing.inside
             given = {name: closing.close(x) for name, x in given.items()}
-        self.stack.append((_current.set(layout), per_token, closing))
+        self.stack.append((enter(layout), per_token, closing))
         return (), given
 
     def _labels(self, model: nn.Module, given: dict[str, Any], layout: Layout, main: Tensor) -> bool:
@@ -226,7 +226,8 @@ class _Hooks:
         if shifted is None and (labels is None or labels.shape[:2] != main.shape[:2] or labels.is_floating_point()):
             return False
         names = _parameters(model)
-        takes = set(names) | ({"shift_labels", "num_items_in_batch"} if names[-1:] == ["**"] else set())
+        takes = {*names, *getattr(model.forward, "unseen", ())}
+        takes |= {"shift_labels", "num_items_in_batch"} if names[-1:] == ["**"] else set()
         if shifted is None and _is_causal(model) and "shift_labels" in takes:
             whole = layout.joined(labels)
             shifted = layout.take(nn.functional.pad(whole[:, 1:], (0, 1), value=IGNORED)).contiguous()
@@ -245,7 +246,7 @@ class _Hooks:
         if not self.stack:  # `before` has raised
             return output
         token, per_token, closing = self.stack.pop()
-        _current.reset(token)
+        leave(token)
         if output is None:
             return output
         if closing is not None:

@@ -1,4 +1,8 @@
-"""Every Triton kernel with the arguments that it is launched with, to compile it ahead of time."""
+"""Every Triton kernel with the arguments that it is launched with, to compile it ahead of time.
+
+Key masks, dropout and the rules of spans and trees are variants of a kernel. Grouped heads and strides are numbers of a
+launch. Float32 has two: its products are those of float32, or TF32 where torch is allowed to use it.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +25,58 @@ class Made(NamedTuple):
     options: dict[str, int]  # what a launch tells the compiler beside
 
 
+class Kind(NamedTuple):
+    """What the tensors are, and how they are multiplied."""
+
+    triton: str  # Triton's name of the dtype
+    dtype: torch.dtype
+    precision: str = "ieee"  # of float32
+
+
+KINDS = {
+    "float16": Kind("fp16", torch.float16),
+    "bfloat16": Kind("bf16", torch.bfloat16),
+    "float32": Kind("fp32", torch.float32),
+    "TF32": Kind("fp32", torch.float32, "tf32"),
+}
+
+
 class Entry(NamedTuple):
     name: str
-    make: Callable[[str, int, torch.dtype], Made]  # Triton's name of the dtype, head width, dtype
-    dtypes: tuple[str, ...] = ()  # () = all
+    make: Callable[[Kind, int], Made]  # with the head width
+    kinds: tuple[str, ...] = tuple(KINDS)
     multiplies: bool = True  # matrices, by the tensor cores
 
 
+MERGE = {  # variants: constants of the kernel
+    "": {},
+    ", mask": {"VALID": True},
+    ", dropout": {"DROP": True},
+    ", mask, dropout, rules": {"VALID": True, "DROP": True, "RULES": 3},
+}
+EDGES: dict[str, dict[str, Any]] = {"": {}, ", mask, dropout": {"MASK": True, "DROP": True}}
+
+
 def entries() -> Iterator[Entry]:
-    yield Entry("merge forward", lambda *about: _merge("forward", *about))
-    yield Entry("merge dq", lambda *about: _merge("query_gradient", *about))
-    yield Entry("merge dk, dv", lambda *about: _merge("key_gradient", *about))
-    for name in ("edges forward", "edges backward", "edges sums"):  # half precision is made float32 before
-        yield Entry(name, partial(_edges, name), ("float32",), multiplies=False)
+    for variant, constants in MERGE.items():
+        for name, kernel in (("forward", "forward"), ("dq", "query_gradient"), ("dk, dv", "key_gradient")):
+            yield Entry(f"merge {name}{variant}", partial(_merge, kernel, constants))
+    for variant, constants in EDGES.items():  # half precision is made float32 before
+        for name in ("edges forward", "edges backward"):
+            yield Entry(f"{name}{variant}", partial(_edges, name, constants), ("float32",), multiplies=False)
+    yield Entry("edges sums", partial(_edges, "edges sums", {}), ("float32",), multiplies=False)
     for name in ("linear forward", "linear da", "linear db"):
-        yield Entry(name, partial(_walk, name), ("float32",))
+        yield Entry(name, partial(_walk, name), ("float32", "TF32"))
 
 
-def _merge(kernel: str, kind: str, width: int, dtype: torch.dtype) -> Made:
-    """Two sources (tokens and summaries), no mask, no dropout: what a Combiner runs."""
+def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int) -> Made:
+    """Two sources, tokens and summaries: what a Combiner runs."""
     from subquad.kernels.merge import triton_tiles as tiles
     from subquad.kernels.merge.gpu import shapes
 
-    shape, pointer = shapes(width, dtype)[kernel], f"*{kind}"
-    source = (pointer, "i64", "i64", "i64", pointer, "i64", "i64", "i64", pointer, "i32", "i32")
+    shape, pointer = shapes(width, kind.dtype)[kernel], f"*{kind.triton}"
+    real = "*u8" if "VALID" in variant else pointer  # queries stand for a mask that is not there
+    source = (pointer, "i64", "i64", "i64", pointer, "i64", "i64", "i64", real, "i32", "i32")
     tables = {name: "*i32" for name in ("spans", "tiles", "starts", "rectangles")}
     strides = {f"{x}_{y}": "i64" for x in "qg" for y in ("batch", "head", "row")}
     numbers = {"heads": "i32", "rows": "i32", "span_step": "i32", "scale": "fp32", "rate": "fp32", "up": "fp32"}
@@ -57,7 +89,8 @@ def _merge(kernel: str, kind: str, width: int, dtype: torch.dtype) -> Made:
         "VALID": False,
         "DROP": False,
         "ADD": False,
-        "PRECISION": "tf32",
+        "PRECISION": kind.precision,
+        **variant,
     }
     given: dict[str, Any] = {"Q": pointer, "Grad": pointer, "Lse": "*fp32", "Delta": "*fp32"}
     if kernel == "forward":
@@ -74,13 +107,12 @@ def _merge(kernel: str, kind: str, width: int, dtype: torch.dtype) -> Made:
         given |= {"Dk": pointer, "Dv": pointer, "source": source}
         numbers = {"heads": "i32", "rows": "i32", "keys": "i32", **dict(list(numbers.items())[2:]), "before": "i32"}
     signature = {**given, **tables, "seed": "*i64", **strides, **numbers}
-    return Made(
-        function, signature, constants, *shape[2:], f"{shape.queries}×{shape.keys}", devices.launch_options(dtype)
-    )
+    options = devices.launch_options(kind.dtype)
+    return Made(function, signature, constants, *shape[2:], f"{shape.queries}×{shape.keys}", options)
 
 
-def _edges(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
-    """Lists without a key mask and without dropout; the backward with the straight-through gradient of SBM."""
+def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Made:
+    """Lists of edges; the backward with the straight-through gradient of SBM."""
     from subquad.kernels.edges import gpu, rows
 
     kernels: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
@@ -95,24 +127,28 @@ def _edges(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
     }
     function, outputs, numbers, constants = kernels[name]
     whole = dict.fromkeys(numbers, "i32")
-    sizes = {**gpu.widths(width), **constants}
+    sizes, pointer, options = {**gpu.widths(width), **constants}, f"*{kind.triton}", devices.launch_options(kind.dtype)
     if name == "edges sums":
-        given = {x: f"*{kind}" for x in ("W", "X", "Out")} | {"indptr": "*i64", "places": "*i32", "slots": "*i64"}
-        return Made(function, given | whole, sizes, 4, 3, f"1×{gpu.EDGES}", devices.launch_options(dtype))
-    given = {x: f"*{kind}" for x in ("Q", "K", "V", *outputs)} | {"indptr": "*i64", "indices": "*i32"}
-    given |= {x: f"*{kind}" for x in ("real", "numbers", "columns", "seed")}  # not there: queries stand for them
+        given = {x: pointer for x in ("W", "X", "Out")} | {"indptr": "*i64", "places": "*i32", "slots": "*i64"}
+        return Made(function, given | whole, sizes, 4, 3, f"1×{gpu.EDGES}", options)
+    given = {x: pointer for x in ("Q", "K", "V", *outputs)} | {"indptr": "*i64", "indices": "*i32"}
+    drawn = {"real": "*u8", "numbers": "*i64", "columns": "*i64", "seed": "*i64"}
+    given |= drawn if variant else dict.fromkeys(drawn, pointer)  # not there: queries stand for them
     real = dict.fromkeys(("scale", "rate", "up"), "fp32")
-    constants = {**sizes, "MASK": False, "DROP": False}
-    return Made(function, given | whole | real, constants, 4, 3, f"1×{gpu.EDGES}", devices.launch_options(dtype))
+    constants = {**sizes, "MASK": False, "DROP": False, **variant}
+    return Made(function, given | whole | real, constants, 4, 3, f"1×{gpu.EDGES}", options)
 
 
-def _walk(name: str, kind: str, width: int, dtype: torch.dtype) -> Made:
+def _walk(name: str, kind: Kind, width: int) -> Made:
     """As many features as the head is wide; the gradient of b as that of v, with one number more per token."""
     from subquad.kernels.linear import gpu
     from subquad.kernels.linear.triton_walk import walk
 
-    given = {x: f"*{kind}" for x in ("X", "Y", "Z", "S", "P", "R", "Out", "Total")} | {"n": "i32", "chunks": "i32"}
+    given = {x: f"*{kind.triton}" for x in ("X", "Y", "Z", "S", "P", "R", "Out", "Total")} | {
+        "n": "i32",
+        "chunks": "i32",
+    }
     sizes = gpu.constants(width, width)
     chosen = {"REVERSE": name == "linear db", "EXTRA": name != "linear forward", "TOTAL": name == "linear forward"}
-    constants = {**sizes, **chosen, "SCALED": False, "PRECISION": "tf32"}
+    constants = {**sizes, **chosen, "SCALED": False, "PRECISION": kind.precision}
     return Made(walk, given, constants, gpu.shape(width).warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}", {})

@@ -1,8 +1,8 @@
 """`subquad study gpu-build`: the Triton kernels compiled for real GPUs on a machine that has none.
 
 For every kernel, dtype and head width: registers per thread, bytes of shared memory and of stack (a stack of 0
-bytes means that no register is spilled), matrix instructions in the machine code, and the occupancy that follows from
-registers and shared memory. Nothing here is a measurement of speed.
+bytes means that no register is spilled), matrix instructions in the innermost loops of the machine code, and the
+occupancy that follows from registers and shared memory. Nothing here is a measurement of speed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from typing import Annotated, Any
 import typer
 
 from subquad.core.console import err, out
+from subquad.kernels import builds
+from subquad.kernels.builds import KINDS
 
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "gfx942": "gfx942"}
 MATRIX = re.compile(r"\b(HMMA|IMMA|DMMA|HGMMA|UTCHMMA|UTCQMMA|OMMA)\b|\bv_mfma")
+LABEL = re.compile(r"\s*([.\w]+):")
+BRANCH = re.compile(r"\bBRA\b[^(]*\(([.\w]+)\)|\bs_c?branch\w*\s+([.\w]+)")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Build:
     registers: int
     shared: int  # bytes
     stack: int  # bytes; 0 = no spill
-    matrix: int  # matrix instructions in the machine code
+    matrix: int  # matrix instructions in the innermost loops of the machine code
     occupancy: float  # resident warps / possible warps
 
 
@@ -66,7 +70,7 @@ def add_to(app: typer.Typer) -> None:
 
 def gpu_build(
     targets: Annotated[str, typer.Option(help="GPUs to build for, comma-separated.")] = ",".join(TARGETS),
-    dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float16,bfloat16,float32",
+    dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float16,bfloat16,float32,TF32",
     widths: Annotated[str, typer.Option(help="Head widths, comma-separated.")] = "64,128",
     kernels: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
     json_: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
@@ -75,7 +79,7 @@ def gpu_build(
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ValueError("TRITON_INTERPRET is set: kernels are interpreted then, not compiled; unset it")
     wanted = [_known(name, TARGETS, "targets") for name in targets.split(",")]
-    kinds = [_known(name, SHORT, "dtypes") for name in dtypes.split(",")]
+    kinds = [_known(name, KINDS, "dtypes") for name in dtypes.split(",")]
     rows: list[Build] = []
     for job in jobs(kinds, [int(width) for width in widths.split(",")]):
         if kernels in job.kernel:
@@ -91,9 +95,6 @@ def _known(name: str, known: dict[str, Any], what: str) -> str:
     if name not in known:
         raise ValueError(f"{what}: {name!r} is not known; choose among {', '.join(known)}")
     return name
-
-
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,12 @@ class Job:
 
 
 def jobs(dtypes: list[str], widths: list[int]) -> Iterator[Job]:
-    import torch
-
-    from subquad.kernels import builds
-
     for entry in builds.entries():
         for dtype in dtypes:
-            if entry.dtypes and dtype not in entry.dtypes:
-                continue
-            for width in widths:
-                made = entry.make(SHORT[dtype], width, getattr(torch, dtype))
-                yield Job(entry.name, made.function, dtype, width, *made[1:])
+            if dtype in entry.kinds:
+                for width in widths:
+                    made = entry.make(KINDS[dtype], width)
+                    yield Job(entry.name, made.function, dtype, width, *made[1:])
 
 
 def build(job: Job, target: str) -> Build:
@@ -142,9 +138,22 @@ def build(job: Job, target: str) -> Build:
     shared = int(built.metadata.shared)
     registers, stack, code = _amd(built.asm["amdgcn"]) if "amdgcn" in built.asm else _nvidia(built.asm["cubin"])
     occupied = occupancy(target, registers, shared, job.warps)
-    matrix = len(MATRIX.findall(code))
+    matrix = sum(len(MATRIX.findall(line)) for loop in innermost_loops(code) for line in loop)
     about = (job.kernel, job.dtype, job.width, target, job.tile, job.warps)
     return Build(*about, registers, shared, stack, matrix, occupied)
+
+
+def innermost_loops(code: str) -> list[list[str]]:
+    """The lines of every loop without a loop inside: from a label to the branch that goes back to it."""
+    lines, labels = code.splitlines(), {}
+    found: list[tuple[int, int]] = []
+    for number, line in enumerate(lines):
+        if label := LABEL.match(line):
+            labels[label[1]] = number
+        elif (branch := BRANCH.search(line)) and (branch[1] or branch[2]) in labels:
+            found.append((labels[branch[1] or branch[2]], number))
+    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    return [lines[first : last + 1] for first, last in inner]
 
 
 def _divisible(types: list[Any], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], list[list[Any]]]]:

@@ -191,6 +191,13 @@ def conversion(result: dict[str, Any], words: Sequence[str]) -> str:
     return SHOWN[words[0]](result)
 
 
+def processes(result: dict[str, Any], words: Sequence[str]) -> str:
+    """What `subquad study processes` counted and measured: bytes that are sent, memory or times."""
+    from subquad.studies.processes import SHOWN
+
+    return SHOWN[words[0]](result, words[1:])
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any], Sequence[str]], str]]] = {
     "machine": ("speed.json", machine),
     "speed": ("speed.json", speed),
@@ -198,4 +205,5 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any], Sequence[str]], str]]] = 
     "use": ("speed.json", in_use),
     "run": ("run.json", comparison),
     "conversion": ("conversion.json", conversion),
+    "processes": ("processes.json", processes),
 }

@@ -52,6 +52,13 @@ class Grid(NamedTuple):
     def moved(self, by: int) -> Grid:
         return self._replace(start=self.start + by)
 
+    @property
+    def end(self) -> int:
+        """Behind the last place; 0 = there is none."""
+        if not self.blocks or not self.length:
+            return 0
+        return 1 + self.start + max(0, (self.blocks - 1) * self.step) + max(0, (self.length - 1) * self.stride)
+
     def places(self) -> np.ndarray:
         return self.start + np.arange(self.blocks)[:, None] * self.step + np.arange(self.length) * self.stride
 
@@ -248,16 +255,17 @@ class Plan:
         """How many (query, key) pairs are multiplied."""
         return sum(part.pairs for part in self.parts)
 
-    def reach(self, source: int) -> int:
-        """Keys of a source that are attended to stand before this place; 0 = anywhere."""
-        parts = [part for part in self.parts if part.source == source]
-        if not parts or any(part.draws for part in parts):
-            return 0
-        return max(int(part.keys.places().max()) + 1 if part.keys.length else 0 for part in parts)
-
     @cached_property
     def reaches(self) -> dict[int, int]:
-        return {source: self.reach(source) for source in {part.source for part in self.parts}}
+        """Per source: the keys that are attended to stand before this place."""
+        found: dict[int, int] = {}
+        for part in self.parts:
+            end = part.keys.end
+            if part.draws and end:
+                last = part.keys.start + (part.keys.blocks - 1) * part.keys.step + part.draws
+                end = (max(self.drawn[part.keys.start : last]) + 1) * (part.keys.length // part.draws)
+            found[part.source] = max(found.get(part.source, 0), end)
+        return found
 
     @cached_property
     def joined(self) -> tuple[Part, ...]:

@@ -31,7 +31,7 @@ ROWS = 32  # the efficient kernel keeps logsumexps of so many rows at a time
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
     work = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.zeros(q.shape, dtype=work, device=q.device), q.new_full(q.shape[:3], -torch.inf, dtype=work)
-    for rows, plan in plans(len(q), lengths, support, which, n):
+    for rows, plan in plans(q, keys, values, lengths, support, which, n):
         for group in _groups(rows, q.shape[1], [q, out, lse[..., None]], keys, values, valid, []):
             q_, out_, lse_ = group.queries
             for part in plan.parts:
@@ -48,7 +48,7 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
     work, m = torch.promote_types(q.dtype, torch.float32), len(keys)
     grads = [torch.zeros(x.shape, dtype=work, device=q.device) for x in (q, *keys, *values)]
     safe = lse.to(work).masked_fill(lse == -torch.inf, 0)[..., None]  # exp(-inf - 0) = 0: empty rows get no gradient
-    for rows, plan in plans(len(q), lengths, support, which, n):
+    for rows, plan in plans(q, keys, values, lengths, support, which, n):
         queries = [grad.to(q.dtype), q, out.to(q.dtype), safe, grads[0]]
         for group in _groups(rows, q.shape[1], queries, keys, values, valid, grads[1:]):
             for part in plan.parts:

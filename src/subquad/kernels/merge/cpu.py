@@ -24,7 +24,7 @@ SMALL_MASK = 1 << 23  # masks of up to this many entries are made for all heads 
 
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
     q, keys, values = _ready(q), [_ready(k) for k in keys], [_ready(v) for v in values]
-    chosen = list(plans(len(q), lengths, support, which, n))
+    chosen = list(plans(q, keys, values, lengths, support, which, n))
     if walk.takes(chosen, q):
         return walk.forward(chosen, q, keys, values, valid, scale, seed, dropout)
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf)  # (B, H, r, d), (B, H, r)
@@ -41,7 +41,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
 
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
     grad, q, out, *kv = (_ready(x) for x in (grad, q, out, *keys, *values))
-    m, chosen = len(keys), list(plans(len(q), lengths, support, which, n))
+    m, chosen = len(keys), list(plans(q, keys, values, lengths, support, which, n))
     if walk.takes(chosen, q):
         return walk.backward(chosen, grad, q, kv[:m], kv[m:], out, lse, valid, scale, seed, dropout)
     dq, *dkv = (x.new_zeros(x.shape) for x in (q, *kv))  # contiguous, as a compiled graph takes them to be

@@ -13,6 +13,7 @@ from subquad.core.hashing import dropout_seed
 from subquad.kernels import devices
 from subquad.kernels.merge import schedule
 from subquad.kernels.merge.reference import SOURCE
+from subquad.kernels.merge.rows import check
 from subquad.supports.support import GivenSupport, parse, plan_of
 
 
@@ -63,7 +64,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
     from subquad.kernels.merge import triton_tiles as tiles
 
     work, shape = _ready(q), shapes(q.shape[3], q.dtype)["forward"]
-    passes = _query_tables(support, which, n, lengths, len(keys), shape.queries, shape.keys, q.device)
+    passes = _query_tables(q, keys, values, support, which, n, lengths, shape)
     kind = torch.float32 if len(passes) > 1 else q.dtype  # between passes nothing is rounded
     out = torch.zeros(q.shape, dtype=kind, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
@@ -89,7 +90,7 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
     lse, sizes = lse.float().contiguous(), shapes(q.shape[3], q.dtype)
     sources, common = _sources(keys, values, valid, q), _common(q, seed, dropout, support, which, n, valid)
     shape = sizes["query_gradient"]
-    passes = _query_tables(support, which, n, lengths, len(keys), shape.queries, shape.keys, q.device)
+    passes = _query_tables(q, keys, values, support, which, n, lengths, shape)
     dq = torch.zeros(q.shape, dtype=torch.float32 if len(passes) > 1 else q.dtype, device=q.device)
     given = (*work.stride()[:3], *grad.stride()[:3], q.shape[1], q.shape[2])
     for number, tables in enumerate(passes):
@@ -174,9 +175,14 @@ def _common(q: Tensor, seed: Tensor | None, dropout: float, support: str, which:
 # ---- tables ---------------------------------------------------------------------------------------------------
 
 
-def _query_tables(support, which, n, lengths, sources, size, width, device) -> list[Tables]:
-    made = [_made(support, which, length, -1, sources, size, width) for length in _sizes(lengths, n)]
-    return _on_device(made, sources, device)
+def _query_tables(q, keys, values, support, which, n, lengths, shape: Shape) -> list[Tables]:
+    """Every call comes through here, so this is where its tensors are checked."""
+    sizes, sources = _sizes(lengths, n), len(keys)
+    for length in {size for size in sizes if size > 0}:
+        about = f"the plan {which} of {support} for {length} tokens"
+        check(q, keys, values, plan_of(support, length, which), about)
+    made = [_made(support, which, length, -1, sources, shape.queries, shape.keys) for length in sizes]
+    return _on_device(made, sources, q.device)
 
 
 def _key_tables(support, which, n, lengths, source, count, size, width, device) -> list[Tables]:

@@ -16,7 +16,7 @@ SOURCE = 1 << 26  # dropout counts the keys of source s from s·SOURCE on
 
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf)
-    for rows, plan in plans(len(q), lengths, support, which, n):
+    for rows, plan in plans(q, keys, values, lengths, support, which, n):
         scored = list(_scores(q[rows], keys, valid, rows, plan, scale))
         top = q.new_full(q[rows].shape[:3], -torch.inf)  # (b, H, r)
         for _, s, at, _ in scored:
@@ -40,7 +40,7 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
     dq, dk, dv = q.new_zeros(q.shape), *([x.new_zeros(x.shape) for x in xs] for xs in (keys, values))
     delta = (grad * out).sum(-1)  # (B, H, r)
     base = lse.masked_fill(lse == -torch.inf, 0)
-    for rows, plan in plans(len(q), lengths, support, which, n):
+    for rows, plan in plans(q, keys, values, lengths, support, which, n):
         for part, s, at, key in _scores(q[rows], keys, valid, rows, plan, scale):
             g, x = grad[rows][:, :, at], q[rows][:, :, at]  # (b, H, A, L, d)
             k, v = (_take(z[part.source][rows], key, q.shape[1]) for z in (keys, values))
