@@ -120,8 +120,7 @@ class Summaries(Keys):
         """
         every, stop, begin = self._with_heads(chunk), length + chunk.q.shape[2], self.partition.begin(length)
         buffers = self.reserve(buffers, stop)
-        sources: list[tuple[Tensor, Tensor, Tensor | None]] = [(every.k, every.v, None)]
-        below: Summary | None = None
+        sources, below = [(every.k, every.v, None)], None
         for one in self.levels:
             buffers, below = self._more_blocks(module, one, buffers, every, below, length, stop)
             sources.append((below.key, below.value, below.count > 0))
@@ -165,8 +164,8 @@ class Summaries(Keys):
         if bool(real.all()):
             return of_spans(module, old, tokens[:3], last - first, size)
         head = size - len(past)
-        joined = (torch.cat((x, y[:, :, :head]), 2)[:, :, None] for x, y in zip(old, tokens[:3], strict=True))
-        begun = of_tokens(module, *joined, torch.cat((real, real.new_ones(len(real), head)), 1)[:, None])
+        q, k, v = (torch.cat((x, y[:, :, :head]), 2)[:, :, None] for x, y in zip(old, tokens[:3], strict=True))
+        begun = of_tokens(module, q, k, v, torch.cat((real, real.new_ones(len(real), head)), 1)[:, None])
         if last == first + 1:
             return begun
         rest = tokens.part(head, last * size - length)
@@ -269,11 +268,12 @@ def of_spans(module: Any, past: Three, new: Three, count: int, size: int) -> Sum
         return Summary(*found, torch.full((len(new[0]), count), size, device=new[0].device))
     begun, before = list[Summary](), past[0].shape[2]
     if before:
-        joined = (torch.cat((x, y[:, :, : size - before]), 2)[:, :, None] for x, y in zip(past, new, strict=True))
-        begun, count = [of_tokens(module, *joined, None)], count - 1
+        q, k, v = (torch.cat((x, y[:, :, : size - before]), 2)[:, :, None] for x, y in zip(past, new, strict=True))
+        begun, count = [of_tokens(module, q, k, v, None)], count - 1
         new = tuple(x[:, :, size - before :] for x in new)  # type: ignore[assignment]
     if count:
-        begun.append(_of_whole_spans(module, *(x[:, :, : count * size] for x in new), size))
+        q, k, v = (x[:, :, : count * size] for x in new)
+        begun.append(_of_whole_spans(module, q, k, v, size))
     return _together(begun)
 
 
