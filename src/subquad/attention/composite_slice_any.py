@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.attention.base import Call
-from subquad.attention.composite_slice import CompositeSlice, Tokens, _Composer
+from subquad.attention.composite_slice import CompositeSlice
+from subquad.attention.slicing import Composer, Tokens
 
 
-class AnyLengthComposer(_Composer):
+class AnyLengthComposer(Composer):
     """The fast path of one call; what a scale gives to its slices, (B, n, E), has slice t at slot t."""
 
     def __init__(self, attention: CompositeSlice, call: Call) -> None:

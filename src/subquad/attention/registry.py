@@ -35,7 +35,7 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "combiner-mixture": "subquad.attention.combiner_mixture:CombinerMixture",
     "combiner-routing": "subquad.attention.combiner_routing:CombinerRouting",
     "combiner-tree": "subquad.attention.combiner_plans:CombinerTree",
-    "combiner-plan": "subquad.attention.combiner_plan:CombinerPlan",
+    "combiner-plan": "subquad.attention.combiner_plans:CombinerPlan",
     "routing": "subquad.attention.routing:Routing",
     "sbm": "subquad.attention.sbm:Sbm",
     "linear": "subquad.attention.linear:Linear",

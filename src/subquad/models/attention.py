@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
-from subquad.attention.base import Record, draw_seed, repeat_heads
+from subquad.attention.base import Record, draw_seed
 from subquad.attention.registry import attention as make_attention
+from subquad.attention.rows import repeat_heads
 from subquad.models.cache import StateLayer
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import separate_projections

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subquad.kernels.edges import EdgeList
 from subquad.supports.partitions import POOLED, Partition
-from subquad.supports.patterns import Pattern, pointers
+from subquad.supports.pattern import Pattern, pointers
 from subquad.supports.support import constant_of_graphs, parse
 
 UNION = -1  # a family: the union of all
