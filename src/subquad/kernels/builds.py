@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     multiplies: bool = True  # matrices, by the tensor cores
 
 
-MERGE = {  # variants: constants of the kernel
+MERGE: dict[str, dict[str, Any]] = {  # variants: constants of the kernel
     "": {},
     ", mask": {"VALID": True},
     ", dropout": {"DROP": True},
