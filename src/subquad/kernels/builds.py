@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     multiplies: bool = True  # matrices, by the tensor cores
 
 
-MERGE = {  # variants: constants of the kernel
+MERGE: dict[str, dict[str, Any]] = {  # variants: constants of the kernel
     "": {},
     ", mask": {"VALID": True},
     ", dropout": {"DROP": True},
@@ -151,12 +151,6 @@ def _walk(name: str, kind: Kind, width: int) -> Made:
     sizes = gpu.constants(width, width, kind.precision)
     chosen = {"REVERSE": name == "linear db", "EXTRA": name != "linear forward", "TOTAL": name == "linear forward"}
     constants = {**sizes, **chosen, "SCALED": False, "PRECISION": kind.precision}
-    return Made(
-        walk,
-        given,
-        constants,
-        gpu.shape(width, kind.precision).warps,
-        gpu.STAGES,
-        f"{sizes['C']}×{sizes['BD']}",
-        devices.launch_options(kind.dtype),
-    )
+    warps = gpu.shape(width, kind.precision).warps
+    options = devices.launch_options(kind.dtype, warps)
+    return Made(walk, given, constants, warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}", options)
