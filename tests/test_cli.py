@@ -27,7 +27,10 @@ from subquad.cli.bench_table import against, count, seconds
 from subquad.cli.terminal import coarse, draw
 from subquad.cli.train import show as show_training
 from subquad.core import declarations
+from subquad.core.options import fields
+from subquad.core.source_options import options_class
 from subquad.plots import COLOURS
+from subquad.supports.support import constant_of_graphs
 
 PNG = b"\x89PNG\r\n"
 
@@ -267,7 +270,11 @@ def test_defaults_in_words_are_shown(run):
 
 AT_ONCE = ("--help", "list", "--version", "", "list --json", "tasks", "lst", "--nonsense", "show fixd",
            "show fixed --n 0", "bench fixd", "train nothing", "eval /nowhere", "generate /nowhere",
-           "compare needle --attention fuul", "train --help", "compare --help")  # fmt: skip
+           "compare needle --attention fuul", "train --help", "compare --help", "show strided:width=8",
+           "bench full sbm:sampler=none --n 64", "plot linear:no=1", "analyze strided --w 0", "analyze star --n 1",
+           "prove star --delta 0", "train needle --set stpes=3", "train lm-words --set rare=-1",
+           "compare needle --attention full --set steps=x", "compare needle --attention full --rates x",
+           "study nothing")  # fmt: skip
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -336,6 +343,38 @@ def test_what_a_task_declares_is_what_its_class_has(name):
     cls, found = tasks.task_class(name), tasks.describe(name)
     assert found == {"name": name, **{key: getattr(cls, key) for key in found if key != "name"}}
     assert describe_source(f"{cls.__module__}:{cls.__qualname__}", "title") == cls.title
+
+
+@pytest.mark.parametrize("name", subquad.available())
+def test_options_read_from_the_source_are_those_of_the_class(name):
+    cls = mechanism(name)
+    found = options_class(f"{cls.__module__}:{cls.__qualname__}", "Options")
+    assert found is not None and fields(found) == fields(cls.Options)
+
+
+def test_settings_read_from_the_source_are_those_of_the_task():
+    classes = {name: tasks.task_class(name) for name in tasks.available()}
+    found = {name: options_class(f"{cls.__module__}:{cls.__qualname__}", "recipes") for name, cls in classes.items()}
+    told = {name: fields(each) for name, each in found.items() if each is not None}
+    assert told == {name: fields(type(classes[name].recipes["small"])) for name in told}
+    assert {"needle", "listops", "text", "image", "lm-bytes", "translation"} <= set(told), "some are computed, few"
+
+
+def test_importing_the_mechanisms_does_not_import_the_compiler():
+    """torch._dynamo takes as long to import as torch itself."""
+    code = """if True:
+        import sys
+        from subquad.attention.registry import available, mechanism
+        for name in available():
+            mechanism(name)
+            assert "torch._dynamo" not in sys.modules, name
+    """
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+
+    def plain() -> None: ...
+
+    assert vars(torch.compiler.assume_constant_result(plain)) == vars(constant_of_graphs(lambda: None))
 
 
 def test_what_the_text_does_not_tell_is_read_from_the_class(tmp_path, monkeypatch):
@@ -413,16 +452,35 @@ def test_paths_are_no_markup(capsys):
     assert "model: z[/b]/:smile:/model\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("line", "words"), [
+    ("plot full --n -3", ("--n", "-3", "1")),
+    ("plot full --n=-3", ("--n", "-3", "1")),
+    ("advise --n 16k", ("--n", "16k", "integer")),
+    ("show :w=8", ("the name of the attention is missing (`subquad list` shows all ",)),
+])  # fmt: skip
+def test_errors_name_the_option_and_its_value(run, line, words):
+    result = run(line)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and all(word in result.stderr for word in words)
+
+
 # ---- studies -----------------------------------------------------------------------------------------------
 
 
 def test_studies_register_their_own_commands(run, monkeypatch):
     def add_to(studies: typer.Typer) -> None:
         @studies.command()
-        def speed(n: int = 3) -> None:
+        def how_fast(n: int = 3) -> None:
             """How fast."""
             print(f"measured {n}")
 
-    monkeypatch.setattr(study, "modules", lambda: [SimpleNamespace(add_to=add_to), SimpleNamespace()])
-    assert run("study speed --n 7").stdout == "measured 7\n"
+    monkeypatch.setitem(sys.modules, "how_fast", SimpleNamespace(add_to=add_to))
+    monkeypatch.setattr(study, "modules", lambda: {"how-fast": "how_fast"})
+    assert run("study how-fast --n 7").stdout == "measured 7\n"
     assert "How fast." in run("study").stdout
+    refused = run("study how-fats")
+    assert refused.exit_code == 2 and "unknown study 'how-fats'; did you mean how-fast?" in refused.stderr
+
+
+@pytest.mark.parametrize("name", study.modules())
+def test_the_command_of_a_study_has_the_name_of_its_module(name):
+    assert name in study.Studies(name="study").get_command(None, name).name

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import subquad
-from subquad.attention.composite_slice import _Composer
+from subquad.attention.slicing import Composer
 from subquad.layers import MultiheadAttention, Projections
 from subquad.positions import MultiScalePositions
 from subquad.studies.slice_cost import best_slice_length, crossover, draw_slice_cost, linear_cost, slice_cost
@@ -291,7 +291,7 @@ def test_linear_pooling_is_a_convolution():
     x = torch.randn(2, 12, 6, dtype=torch.float64)
     kernel = layer.pools[0].permute(2, 1, 0) / 4  # (E out, E in, L)
     expected = nn.functional.conv1d(x.mT, kernel, stride=4).mT
-    for pooled in (_Composer(layer, None)._pool(x, real, 0) for real in (None, x[..., 0] < 9)):
+    for pooled in (Composer(layer, None)._pool(x, real, 0) for real in (None, x[..., 0] < 9)):
         torch.testing.assert_close(pooled, expected)
 
 

@@ -16,5 +16,7 @@ def test_contract(check):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", subquad.available())
 def test_both_directions_compile_for_any_length(name):
+    if reason := mechanism(name).exceptions.get("compiles"):  # which the contract holds it to
+        pytest.skip(reason)
     for case in cases(name, **mechanism(name).examples[0]):
         compiles(case, any_length=True)

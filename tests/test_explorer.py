@@ -22,7 +22,7 @@ from subquad.cli import app
 from subquad.explorer import costs, effective, grid, kept, page, patterns, trained
 from subquad.explorer.blobs import Blob, pack_bits, pack_cells, progressions, read_blob
 from subquad.plots import panels, tally
-from subquad.supports.patterns import csr_of_mask
+from subquad.supports.pattern import csr_of_mask
 from subquad.tasks import task
 from subquad.theory.hops import hop_sets, unpack
 from subquad.theory.sets import Family

@@ -117,7 +117,7 @@ def test_mass_on_summaries_is_the_definitions(converted):
 
 
 def _no_rows():
-    from subquad.attention.base import Rows
+    from subquad.attention.rows import Rows
 
     return Rows.of(None, align=True)
 

@@ -321,3 +321,17 @@ def test_left_padded_prompts_are_continued_as_alone(spec):
     together = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
     alone = model.generate(short[None], max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert together[0, 17:].tolist() == alone[0, 6:].tolist()
+
+
+@pytest.mark.parametrize("spec", ["full", "sbm", "combiner-fixed:span=4"])
+def test_a_padded_slot_gives_the_same_wherever_the_row_stands(spec):
+    """transformers' tests look at the last slot of a row, real or not."""
+    torch.manual_seed(0)
+    model = SubquadForCausalLM(
+        config(attention=spec, evaluation_seed=1, max_position_embeddings=64, num_hidden_layers=1)
+    ).eval()
+    ids, mask = torch.randint(3, 20, (2, 7)), torch.tensor([[1, 1, 0, 1, 1, 1, 0], [1, 0, 1, 0, 0, 0, 0]])
+    pad = torch.zeros(2, 32, dtype=torch.long)
+    near = model(ids, attention_mask=mask).logits[:, -1]
+    far = model(torch.cat([pad, ids], 1), attention_mask=torch.cat([pad, mask], 1)).logits[:, -1]
+    torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)

@@ -1,54 +1,21 @@
-"""Models as users of transformers expect them: files, outputs, losses, generation, and the libraries around them."""
+"""Models as users of transformers expect them: files, initialisation, outputs, losses, generation."""
 
 from __future__ import annotations
 
 import copy
-import warnings
+import inspect
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    AutoModel,
-    DataCollatorForSeq2Seq,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
-    pipeline,
-)
+from transformers import AutoConfig, AutoModel, GenerationConfig
+from transformers.utils import find_labels
 
-from subquad.models import HEADS, SubquadConfig, SubquadForCausalLM, SubquadForMaskedLM, SubquadModel
-from subquad.models import SubquadForConditionalGeneration as Seq2Seq
+from small_models import LENGTH, config, inputs, labels
+from subquad.models import HEADS, SubquadConfig, SubquadForCausalLM, SubquadModel
 from subquad.models import SubquadForSequenceClassification as Classifier
 from subquad.models.attention import AttentionLayer
-
-LENGTH = 12
-
-
-def config(**keys) -> SubquadConfig:
-    small = {"vocab_size": 20, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2}
-    return SubquadConfig(**{**small, **ids, "max_position_embeddings": 32, "num_labels": 3, **keys})
-
-
-def inputs(head: str, n: int = LENGTH, rows: int = 2) -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 20, (rows, n), generator=draw)
-    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if head == "pair":
-        return {**found, "pair_ids": ids.flip(1)}
-    return {**found, "decoder_input_ids": ids[:, : n // 2]} if head == "seq2seq" else found
-
-
-def labels(head: str, n: int = LENGTH) -> torch.Tensor:
-    if head in ("sequence", "pair"):
-        return torch.tensor([0, 2])
-    return torch.arange(2 * n).view(2, n)[:, : n // 2 if head == "seq2seq" else n] % 3
-
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 
@@ -63,13 +30,28 @@ def test_the_backbone_of_every_head_loads(head, tmp_path):
         assert torch.equal(value, model.encoder.state_dict()[name]), name
 
 
+EXTRA = {
+    "note": "x",
+    "auto_map": {"AutoModel": "mine.Model"},
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "sep_token_id": 3,
+    "finetuning_task": "sst2",
+}
+
+
 def test_a_configuration_file_may_have_more_keys(tmp_path):
     model = Classifier(config())
-    model.config.note, model.config.sep_token_id = "x", 3
+    for key, value in EXTRA.items():
+        setattr(model.config, key, value)
     model.save_pretrained(tmp_path)
-    again = Classifier.from_pretrained(tmp_path).config
-    assert (again.note, again.sep_token_id) == ("x", 3)
-    assert SubquadConfig.from_json_file(tmp_path / "config.json").note == "x"
+    loaded, told = Classifier.from_pretrained(tmp_path, output_loading_info=True)
+    assert not told["missing_keys"]
+    quantised = {**model.config.to_dict(), "quantization_config": {"quant_method": "torchao"}}
+    from_dict = SubquadConfig.from_dict(quantised)
+    assert from_dict.quantization_config == {"quant_method": "torchao"}
+    others = (SubquadConfig.from_json_file(tmp_path / "config.json"), AutoConfig.from_pretrained(tmp_path), from_dict)
+    for again in (loaded.config, *others):
+        assert {key: getattr(again, key) for key in EXTRA} == EXTRA
     with pytest.raises(TypeError, match="did you mean hidden_size"):
         SubquadConfig(hiden_size=8)
 
@@ -187,6 +169,25 @@ def test_what_a_checkpoint_has_is_kept(tmp_path):
     assert 0 < again.state_dict()[missing].abs().max() < 1
 
 
+@pytest.mark.parametrize("spec", ["full", "composite-slice:slice_length=4,positions=ms-vipe"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head", ["causal-lm", "masked-lm", "seq2seq"])
+def test_a_tensor_with_several_names_is_loaded_by_one(head, tied, spec, tmp_path):
+    """`load_state_dict` of a saved checkpoint, as Trainer calls it: strictly, and what is missing is still missed."""
+    model = HEADS[head](config(attention=spec, tie_word_embeddings=tied, num_hidden_layers=2))
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in saved) != tied
+    other = HEADS[head](model.config)
+    other.load_state_dict(saved)
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    gone = "encoder.embeddings.tokens.weight"
+    names = [gone, "decoder.embeddings.tokens.weight", *(["lm_head.weight"] if tied else [])]
+    told = other.load_state_dict({name: value for name, value in saved.items() if name != gone}, strict=False)
+    assert set(told.missing_keys) == {name for name in names if name in model.state_dict()}
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("head", ["causal-lm", "masked-lm", "seq2seq"])
 def test_the_vocabulary_may_grow_and_shrink(head, tied):
@@ -221,6 +222,17 @@ def test_outputs_are_what_was_asked_for(head):
         assert len(asked.decoder_hidden_states) == 3
         assert [w.shape for w in asked.decoder_attentions] == [(2, 2, 6, 6)] * 2
         assert [w.shape for w in asked.cross_attentions] == [(2, 2, 6, LENGTH)] * 2
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_signatures_say_what_transformers_asks_them(head):
+    """Trainer: what is called a label is in every batch. Exporters: arguments are bound before the call."""
+    assert find_labels(HEADS[head]) == ["labels"]
+    model, given = HEADS[head](config()).eval(), inputs(head)
+    bound = inspect.signature(model.forward).bind(**given, return_dict=False)
+    assert isinstance(model.forward(*bound.args, **bound.kwargs), tuple)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'returndict'"):
+        model(**given, returndict=False)
 
 
 @pytest.mark.parametrize("spec", ["full", "combiner-fixed:span=4", "longformer:window=4", "sbm:clusters=4"])
@@ -398,272 +410,3 @@ def test_batched_generation_is_that_of_each_row(writer):
     both = writer.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
     alone = writer.generate(ids[:1, 2:], max_new_tokens=4, do_sample=False)
     assert torch.equal(both[:1, 2:], alone)
-
-
-# ---- PEFT -----------------------------------------------------------------------------------------------------------
-
-
-def adapted(kind: str, task: str):
-    import peft
-
-    projections = ["q_proj", "k_proj", "v_proj", "out_proj"]
-    if kind == "lora":
-        return peft.LoraConfig(task_type=task, r=2, target_modules=projections)
-    if kind == "ia3":
-        return peft.IA3Config(task_type=task, target_modules=["k_proj", "v_proj"], feedforward_modules=[])
-    return peft.PromptTuningConfig(task_type=task, num_virtual_tokens=3)
-
-
-PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "sequence": "SEQ_CLS", "token": "TOKEN_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
-
-
-PEFT_CASES = [("lora", head) for head in PEFT_TASKS] + [("ia3", "causal-lm"), ("ia3", "seq2seq")]
-PEFT_CASES += [("prompt", head) for head in PEFT_TASKS]
-
-
-@pytest.mark.parametrize(("kind", "head"), PEFT_CASES)
-@pytest.mark.filterwarnings("ignore:Position ids are not supported")  # PEFT's own positions follow the longer prompt
-def test_peft(kind, head, tmp_path):
-    import peft
-
-    torch.manual_seed(0)
-    spec = "composite-slice:slice_length=4" if kind == "lora" else "combiner-fixed:span=4"
-    base = HEADS[head](config(attention=spec, eos_token_id=None))
-    model = peft.get_peft_model(copy.deepcopy(base), adapted(kind, PEFT_TASKS[head])).train()
-    given = {name: value for name, value in inputs(head).items() if name != "decoder_input_ids"}
-    target = labels(head)
-    if (kind, head) == ("prompt", "token"):  # PEFT leaves it to the caller that virtual tokens have no labels
-        target = nn.functional.pad(target, (3, 0), value=-100)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    frozen = base.encoder.blocks[0].feedforward[0].weight.clone()
-    losses = []
-    for _ in range(3):
-        output = model(**given, labels=target)
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(output.loss.item())
-    assert losses[-1] < losses[0]
-    assert torch.equal(model.get_base_model().encoder.blocks[0].feedforward[0].weight, frozen)
-    model.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
-    with torch.no_grad():
-        one, other = (each(**given, labels=target).logits for each in (model.eval(), again))
-    torch.testing.assert_close(one, other)
-    if head in ("causal-lm", "seq2seq"):
-        made = again.generate(**given, max_new_tokens=3, do_sample=False)
-        assert made.shape == (2, (LENGTH if head == "causal-lm" else 1) + 3)
-    if kind == "lora" and head == "causal-lm":
-        merged = again.merge_and_unload()
-        torch.testing.assert_close(merged(**given).logits, one, rtol=1e-4, atol=1e-5)
-
-
-# ---- pipelines and trainers -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", *(f"w{i}" for i in range(15))]
-    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = ("pad", "bos", "eos", "mask", "unk")
-    special = {f"{name}_token": word for name, word in zip(names, words[:5], strict=True)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw, padding_side="left", model_input_names=["input_ids", "attention_mask"], **special
-    )
-
-
-def test_pipelines(tokenizer):
-    texts = ["w1 w2 w3 w4 w5", "w6"]
-    torch.manual_seed(0)
-    keys = {"attention": "longformer:window=4"}
-    write = pipeline("text-generation", SubquadForCausalLM(config(**keys)), tokenizer=tokenizer, device="cpu")
-    settings = {"max_new_tokens": 3, "do_sample": False}
-    both = write(texts, batch_size=2, **settings)
-    assert [both[i][0] for i in range(2)] == [write(text, **settings)[0] for text in texts], "padding changes nothing"
-    fill = pipeline("fill-mask", SubquadForMaskedLM(config(**keys)), tokenizer=tokenizer, device="cpu")
-    assert len(fill("w1 <mask> w3")) == 5
-    judge = pipeline("text-classification", Classifier(config(**keys)), tokenizer=tokenizer, device="cpu")
-    assert judge(texts, batch_size=2)[1]["score"] == pytest.approx(judge(texts[1])[0]["score"], abs=1e-5)
-    encode = pipeline("feature-extraction", SubquadModel(config(**keys)), tokenizer=tokenizer, device="cpu")
-    assert torch.tensor(encode(texts[0])).shape == (1, 5, 16)
-    tag = pipeline("token-classification", HEADS["token"](config(**keys)), tokenizer=tokenizer, device="cpu")
-    assert len(tag(texts[0])) == 5
-
-
-def arguments(kind, folder, **keys):
-    return kind(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2, use_cpu=True,
-        report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1, **keys,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_trainer(bf16, tmp_path):
-    rows = inputs("token", rows=4)["input_ids"].tolist()
-    data = [{"input_ids": row, "labels": [token % 3 for token in row]} for row in rows]
-    model = HEADS["token"](config(attention="combiner-fixed:span=4" if bf16 else "sbm:clusters=4", density_weight=0.1))
-    settings = arguments(TrainingArguments, tmp_path, bf16=bf16, gradient_accumulation_steps=2)
-    trainer = Trainer(model, settings, train_dataset=data, eval_dataset=data)
-    assert trainer.train().training_loss > 0
-    assert trainer.predict(data).predictions.shape == (4, LENGTH, 3)
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_seq2seq_trainer_generates(bf16, tokenizer, tmp_path):
-    rows = inputs("token", rows=4)["input_ids"].tolist()
-    data = [{"input_ids": row, "labels": row[: 3 + i]} for i, row in enumerate(rows)]
-    model = Seq2Seq(config(attention="longformer:window=4"))
-    settings = arguments(
-        Seq2SeqTrainingArguments, tmp_path, bf16=bf16, predict_with_generate=True, generation_max_length=6
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tokenizer's advice on how to pad
-        collate = DataCollatorForSeq2Seq(tokenizer, model)
-        trainer = Seq2SeqTrainer(model, settings, train_dataset=data, eval_dataset=data, data_collator=collate)
-        assert trainer.train().training_loss > 0
-        found = trainer.predict(data)
-    assert len(found.predictions) == 4 and (found.predictions[:, :6] > 0).any() and found.metrics["test_loss"] > 0
-    assert (found.predictions[:, 6:] <= 0).all(), "nothing but padding beyond generation_max_length"
-
-
-# ---- other machines -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "full",
-        "sbm:clusters=4",
-        "combiner-fixed:abstraction=deepsets-mean",
-        "composite-slice:slice_length=4,positions=ms-vipe,share_weights=false",
-    ],
-)
-def test_layers_on_disk_give_the_same_answers(spec, tmp_path):
-    torch.manual_seed(0)
-    model = SubquadForCausalLM(config(attention=spec, num_hidden_layers=2, evaluation_seed=0)).eval()
-    model.save_pretrained(tmp_path / "model")
-    places = {"encoder.embeddings": "cpu", "encoder.blocks.0": "disk", "encoder.blocks.1": "disk"}
-    places |= {"encoder.norm": "cpu", "lm_head": "cpu"}
-    away = SubquadForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk", dtype=torch.float32
-    )
-    assert away.encoder.blocks[0].attention.q_proj.weight.device.type == "meta"
-    given = inputs("causal-lm")
-    with torch.no_grad():
-        torch.testing.assert_close(away(**given).logits, model(**given).logits)
-        torch.testing.assert_close(away(**given).logits, model(**given).logits)
-
-
-@pytest.mark.parametrize("head", ["causal-lm", "sequence", "seq2seq"])
-def test_export_with_dynamic_length(head):
-    model = HEADS[head](config(num_hidden_layers=1)).eval()
-    m, n = torch.export.Dim("m", min=2, max=8), torch.export.Dim("n", min=9, max=16)
-    given = inputs(head)
-    shapes = {name: {1: m if name == "decoder_input_ids" else n} for name in given}
-    program = torch.export.export(model, (), kwargs=given, dynamic_shapes=shapes, strict=False)
-    longer = inputs(head, 16)
-    longer["attention_mask"][0, 9:] = 0
-    torch.testing.assert_close(program.module()(**longer).logits, model(**longer).logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("spec", ["full", "combiner-fixed:span=4", "composite-slice:slice_length=4"])
-def test_int8_dynamic_quantisation(spec):
-    torch.manual_seed(0)
-    model = Classifier(config(attention=spec, initializer_range=0.2)).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is moving its quantisation to another package
-        small = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-    assert type(small.encoder.blocks[0].attention.q_proj) is not nn.Linear
-    one, other = model(**inputs("sequence")).logits, small(**inputs("sequence")).logits
-    assert 0 < (one - other).abs().max() < 0.1 * one.abs().max() + 0.02
-
-
-BLOCKS = ["combiner-fixed", "combiner-window", "longformer", "strided", "logsparse", "sbm", "fixed", "bigbird"]
-SCALES = [
-    "composite-slice:slice_length=4,levels=3",
-    "combiner-logsparse",
-    "combiner-axial",
-    "combiner-axial:plan=horizontal,split=true,abstraction=mean",
-    "combiner-mixture",
-    "combiner-tree",
-]
-
-
-@pytest.mark.parametrize(
-    ("head", "specs"),
-    [
-        pytest.param("causal-lm", BLOCKS, id="causal-blocks"),
-        pytest.param("token", SCALES, id="bidirectional-scales"),
-        pytest.param("token", BLOCKS, id="bidirectional-blocks", marks=pytest.mark.slow),
-        pytest.param("causal-lm", SCALES, id="causal-scales", marks=pytest.mark.slow),
-    ],
-)
-def test_export_of_sub_quadratic_attention_with_dynamic_length(head, specs):
-    """A fresh model, any length, padding on the left; and exporting leaves nothing behind for the next model."""
-    torch.manual_seed(0)
-    keys = {"attention": specs, "evaluation_seed": 3, "num_hidden_layers": len(specs), "max_position_embeddings": 64}
-    model = HEADS[head](config(**keys)).eval()
-    ids, mask = torch.randint(20, (2, 12)), torch.ones(2, 12, dtype=torch.long)
-    n = torch.export.Dim("n", min=3, max=64)
-    given, shapes = {"input_ids": ids, "attention_mask": mask}, {"input_ids": {1: n}, "attention_mask": {1: n}}
-    program = torch.export.export(model, (), kwargs=given, dynamic_shapes=shapes, strict=False)
-    for length in (5, 33, 64):
-        longer = {
-            "input_ids": torch.randint(20, (2, length)),
-            "attention_mask": torch.ones(2, length, dtype=torch.long),
-        }
-        longer["attention_mask"][0, :3] = 0
-        expected = model(**longer).logits
-        assert type(expected) is torch.Tensor
-        real = longer["attention_mask"].bool()
-        found = program.module()(**longer).logits
-        torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [("h-transformer-1d", "number of levels follows"), ("composite-slice:local=mlp", "local=mlp cannot be traced")],
-)
-def test_what_cannot_be_exported_for_every_length_says_so(spec, words):
-    model = HEADS["token"](config(attention=spec, num_hidden_layers=1)).eval()
-    n = torch.export.Dim("n", min=3, max=32)
-    with pytest.raises(ValueError, match=f"{words}.*export it for one length"):
-        torch.export.export(
-            model, (), {"input_ids": torch.ones(2, 12).long()}, dynamic_shapes={"input_ids": {1: n}}, strict=False
-        )
-
-
-def test_a_traced_graph_refuses_a_packed_batch():
-    """Positions are values, which a graph is not made for: it must not take several sequences for one."""
-    model = HEADS["causal-lm"](config(num_hidden_layers=1)).eval()
-    ids, one = torch.randint(3, 20, (2, 9)), torch.arange(9).repeat(2, 1)
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    padded = (mask.cumsum(1) - 1).clamp(min=0)  # the first slots of a row have position 0, all but one are padding
-    given = {"input_ids": ids, "attention_mask": mask, "position_ids": padded}
-    program = torch.export.export(model, (), given, strict=False).module()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    several = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).repeat(2, 1)
-    for graph in (program, compiled):
-        for positions in (padded, one):
-            torch.testing.assert_close(
-                graph(**{**given, "position_ids": positions}).logits[1],
-                model(**{**given, "position_ids": positions}).logits[1],
-            )
-        with pytest.raises(RuntimeError, match="position_ids restart at 0"):
-            graph(**{**given, "position_ids": several})
-
-
-@pytest.mark.parametrize("spec", ["full", "sbm", "combiner-fixed:span=4"])
-def test_a_padded_slot_gives_the_same_wherever_the_row_stands(spec):
-    """transformers' tests look at the last slot of a row, real or not."""
-    torch.manual_seed(0)
-    model = SubquadForCausalLM(config(attention=spec, evaluation_seed=1, max_position_embeddings=64)).eval()
-    ids, mask = torch.randint(3, 20, (2, 7)), torch.tensor([[1, 1, 0, 1, 1, 1, 0], [1, 0, 1, 0, 0, 0, 0]])
-    pad = torch.zeros(2, 32, dtype=torch.long)
-    near = model(ids, attention_mask=mask).logits[:, -1]
-    far = model(torch.cat([pad, ids], 1), attention_mask=torch.cat([pad, mask], 1)).logits[:, -1]
-    torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)

@@ -144,7 +144,7 @@ def test_update_is_the_declared_average_and_finds_clusters():
 
 
 def _rows(key_mask):
-    from subquad.attention.base import Rows
+    from subquad.attention.rows import Rows
 
     return Rows.of(key_mask, align=False)
 

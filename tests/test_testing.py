@@ -128,6 +128,18 @@ def test_an_attribute_written_in_a_call_is_found(registered):
         check_attention(registered(Counts), only=["leaves_no_trace"], causal=False)
 
 
+class Noisy(PaddingLeak):
+    """Adds noise from torch's generator."""
+
+    def attend(self, q, k, v, call):
+        return super().attend(q, k, v, call) * (1 + 1e-4 * torch.rand(()))
+
+
+def test_a_result_that_follows_from_chance_is_found(registered):
+    with pytest.raises(ContractError, match="two calls with the same inputs differ: a call draws from torch's"):
+        check_attention(registered(Noisy), only=["copies_and_seeds"], causal=False)
+
+
 def test_progress_is_printed(capsys):
     check_attention("full", only=["no_state_between_calls"], causal=True, progress=True)
     assert "full causal, no_state_between_calls" in capsys.readouterr().err
@@ -176,6 +188,11 @@ def test_what_options_cannot_break_is_checked_once(registered, capsys):
     check_attention(registered(Odd), only=checks, progress=True)
     said = capsys.readouterr().err
     assert said.count("weights_are_probabilities") == 2 and said.count("bad_input_is_refused") == 1
+
+
+def test_only_takes_the_name_of_one_check(capsys):
+    check_attention("full", only="no_state_between_calls", causal=True, progress=True)
+    assert capsys.readouterr().err.count("ok ") == 1
 
 
 def test_unknown_checks_are_refused():

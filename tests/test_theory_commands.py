@@ -99,7 +99,7 @@ def test_analyze_and_prove_a_combiner():
         (["analyze", "star", "fixed"], "one SPEC"),
         (["analyze", "star", "--jsn"], "--jsn needs a value"),
         (["analyze", "star", "--nosuch", "3"], "nosuch"),
-        (["analyze", "star", "--n", "1"], "n is 1"),
+        (["analyze", "star", "--n", "1"], "--n"),
         (["analyze", "star:w=2", "--w", "3"], "given twice"),
         (["analyze", "--all", "star"], "--all cannot be combined with SPEC"),
         (["analyze", "star", "--markdown"], "--markdown needs --all"),

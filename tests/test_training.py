@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,14 @@ from typer.testing import CliRunner
 
 from subquad.attention.registry import available, mechanism
 from subquad.cli import app
-from subquad.core import child
+from subquad.core import child, memory
 from subquad.core.options import split_list
 from subquad.models import HEADS, SubquadConfig
 from subquad.models.pairs import GlobalBatchNorm
 from subquad.tasks import task
 from subquad.testing import cases
 from subquad.training import checkpoints, log, statistics, use
+from subquad.training.callbacks import Recorder
 from subquad.training.compare import Comparison, check, pending, prepare, rows, write
 from subquad.training.connections import connections
 from subquad.training.plateau import Plateau, left_at
@@ -49,6 +51,21 @@ def made_once(tmp_path_factory) -> Path:
 def finished(made_once, tmp_path) -> Path:
     """A copy of a finished run."""
     return Path(shutil.copytree(made_once, tmp_path / "finished"))
+
+
+@pytest.mark.parametrize(("peaks", "counted"), [((900, 300, 200), 200), ((900,), 800)])
+def test_memory_leaves_out_what_the_first_step_compiles(tmp_path, monkeypatch, peaks, counted):
+    held = [0]
+    monkeypatch.setattr(memory, "peak", lambda: max(held))
+    monkeypatch.setattr(memory, "reset_peak", lambda: held.__setitem__(slice(None), [100]) or 100)
+    recorder = Recorder(tmp_path, 8, memory.reset_peak(), [])
+    recorder.trainer = SimpleNamespace(density=None)
+    for step, peak in enumerate(peaks, 1):
+        state = SimpleNamespace(global_step=step, max_steps=len(peaks), is_world_process_zero=True)
+        held.append(peak)
+        recorder.on_step_end(None, state, None)
+        recorder.on_log(None, state, None, {"loss": 1.0})
+    assert max(record["memory"] for record in recorder.training) == counted
 
 
 def test_a_run_and_what_it_leaves(finished):

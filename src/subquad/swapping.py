@@ -46,7 +46,9 @@ def swap(
     found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.MultiheadAttention)]
     targets = [(name, layer) for name, layer in found if id(layer) not in kept]
     if not targets:
-        raise ValueError(f"{type(model).__name__} has no torch.nn.MultiheadAttention to replace")
+        swapped = any(isinstance(part, MultiheadAttention) for part in model.modules())
+        why = ": its layers have been replaced already" if swapped else ""
+        raise ValueError(f"{type(model).__name__} has no torch.nn.MultiheadAttention to replace{why}")
     made, new = {}, []
     for number, (name, layer) in enumerate(targets):  # all are made first: an error changes nothing
         own_options = dict(options, causal=causal, max_length=max_length)

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from subquad.attention.checks import check_inputs
+from subquad.attention.rows import Rows, clean, repeat_heads
 from subquad.attention.states import entrance
 from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.replay import Replay
@@ -195,7 +197,7 @@ class Attention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor:
-        self._validate(q, k, v, key_mask)
+        check_inputs(self, q, k, v, key_mask)
         if self.across is not None:
             return self.across.attend(self, q, k, v, key_mask, seed)
         rows, q, k, v = self._begin(q, k, v, key_mask)
@@ -205,7 +207,7 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
     ) -> tuple[Tensor, Record]:
         """The output, and the record of this call."""
-        self._validate(q, k, v, key_mask)
+        check_inputs(self, q, k, v, key_mask)
         if self.across is not None:
             return self.across.attend(self, q, k, v, key_mask, seed), Record()
         rows, q, k, v = self._begin(q, k, v, key_mask)
@@ -215,14 +217,14 @@ class Attention(nn.Module):
     @torch.no_grad()
     def weights(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
         """The effective weights q(j|i), (B, H, n, m), from the definition. The same seed draws the same graphs."""
-        self._validate(q, k, None, key_mask)
+        check_inputs(self, q, k, None, key_mask)
         return self.differentiable_weights(q, k, key_mask, seed)
 
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor:
         """The oracle: the definition's weights times the values, differentiable."""
-        self._validate(q, k, v, key_mask)
+        check_inputs(self, q, k, v, key_mask)
         v = v if key_mask is None else v.masked_fill(~key_mask[:, None, :, None], 0)
         return self.differentiable_weights(q, k, key_mask, seed).to(v.dtype) @ repeat_heads(v, q.shape[1])
 
@@ -255,7 +257,7 @@ class Attention(nn.Module):
         behind has a position and is no key. Any split of a sequence gives what one call with seed=state.seed gives at
         its real tokens. The state that is handed in must not be used again: see `State`.
         """
-        self._validate(q, k, v, key_mask)
+        check_inputs(self, q, k, v, key_mask)
         entrance.check_state(self, state, q)
         entrance.check_heads(state, k)
         return entrance.extend(self, q, k, v, state, key_mask)
@@ -342,7 +344,7 @@ class Attention(nn.Module):
         rows = Rows.of(key_mask, align=self.positional)
         q, k, v = (rows.align(x) for x in (q, k, v))
         if not (self.stays_inside and self.positional and rows.is_solid):
-            q, k, v = _clean(q, k, v, rows.key_mask)
+            q, k, v = clean(q, k, v, rows.key_mask)
         if not self.grouped:
             k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         return rows, q, k, v
@@ -359,7 +361,7 @@ class Attention(nn.Module):
         """`define`, a row at a time where the mechanism is positional: each from its first real token to its last."""
         if self.across is not None:
             raise TypeError(f"{self.name}: a process that has a part of the sequence cannot give its weights")
-        q, k, _ = _clean(q, k, None, key_mask)
+        q, k, _ = clean(q, k, None, key_mask)
         k = repeat_heads(k, q.shape[1])
         call = self._call(Rows.of(key_mask, align=False), seed, q.shape[2])
         if key_mask is None or not self.positional:
@@ -375,132 +377,6 @@ class Attention(nn.Module):
                 weights[:, own, own] = one[0].to(weights)
             rows.append(weights)
         return torch.stack(rows)
-
-    # ---- checks ----
-
-    def _validate(self, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
-        for label, x in (("q", q), ("k", k), ("v", v)):
-            if label == "v" and x is None:
-                continue
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{label} must be a tensor (B, H, n, d), not {type(x).__name__}")
-            if not x.is_floating_point():
-                raise TypeError(f"{label} must be of a floating-point dtype, not {x.dtype}")
-            if x.dim() != 4:
-                raise ValueError(f"{label} must have 4 dimensions (B, H, n, d), not shape {tuple(x.shape)}")
-            self._validate_heads(label, x, k.shape[1])
-            if x.shape[0] != q.shape[0]:
-                raise ValueError(f"{label} has batch size {x.shape[0]}, q has {q.shape[0]}")
-            if x.dtype != q.dtype or x.device != q.device:
-                raise TypeError(f"{label} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
-        if v is not None and v.shape[2] != k.shape[2]:
-            raise ValueError(f"v has length {v.shape[2]}, k has {k.shape[2]}: they must be equal")
-        if q.shape[0] < 1:
-            raise ValueError("q has batch size 0: it must be at least 1")
-        self._validate_lengths(q.shape[2], k.shape[2])
-        self._validate_mask(k, key_mask)
-
-    def _validate_heads(self, label: str, x: Tensor, key_heads: int) -> None:
-        heads, width = self.options.num_heads, self.options.head_dim
-        if label == "q" and x.shape[1] != heads:
-            raise ValueError(f"q has {x.shape[1]} heads, the mechanism was made with num_heads={heads}")
-        if x.shape[1] < 1 or heads % x.shape[1]:
-            raise ValueError(f"{label} has {x.shape[1]} heads: it must be a divisor of num_heads={heads}")
-        if label == "v" and x.shape[1] != key_heads:
-            raise ValueError(f"v has {x.shape[1]} heads, k has {key_heads}: they must be equal")
-        if x.shape[3] != width:
-            raise ValueError(f"{label} has width {x.shape[3]}, the mechanism was made with head_dim={width}")
-
-    def _validate_lengths(self, n: int, m: int) -> None:
-        if (n < 1 or m < 1) and self.across is None:  # a process may have no token of a short sequence
-            raise ValueError(f"sequences must have at least one token: q has length {n}, k has {m}")
-        if n != m and not self.capabilities.cross:
-            raise ValueError(
-                f"{self.name}: q has length {n} and k has length {m}; cross-attention has no meaning here, "
-                "the lengths must be equal"
-            )
-        if n != m and self.options.causal:
-            raise ValueError(f"{self.name}: causal=True needs q and k of equal length, not {n} and {m}")
-        longest = self.options.max_length
-        if longest is not None and max(n, m) > longest:
-            raise ValueError(f"{self.name}: length {max(n, m)} is beyond max_length={longest}")
-
-    def _validate_mask(self, k: Tensor, key_mask: Tensor | None) -> None:
-        if key_mask is None:
-            return
-        if not self.capabilities.padding:
-            raise ValueError(f"{self.name}: key_mask is not supported")
-        if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-            kind = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
-            raise TypeError(f"key_mask must be a bool tensor, True = a real token, not {kind}")
-        if key_mask.shape != (k.shape[0], k.shape[2]):
-            raise ValueError(
-                f"key_mask must have shape (B, m) = {(k.shape[0], k.shape[2])}, not {tuple(key_mask.shape)}"
-            )
-        if key_mask.device != k.device:
-            raise ValueError(f"key_mask is on {key_mask.device}, k is on {k.device}")
-
-
-class Rows(NamedTuple):
-    """Where the rows of a padded batch begin and end; `align` moves them to slot 0, `restore` moves them back."""
-
-    key_mask: Tensor | None  # as the mechanism sees it, after `align`
-    lengths: Tensor | None  # (B,): slots from the first real token to the last; 0 = nothing but padding
-    order: Tensor | None  # (B·n,): the slots in their new order; None = rows begin at slot 0 already
-    back: Tensor | None  # (B·n,): the inverse
-    is_solid: bool = False  # known: every row is real from its first token to its last
-
-    @classmethod
-    def of(cls, key_mask: Tensor | None, *, align: bool) -> Rows:
-        if key_mask is None:
-            return cls(None, None, None, None)
-        batch, n = key_mask.shape
-        place = torch.arange(n, device=key_mask.device)
-        end = ((place + 1) * key_mask).amax(1)  # (B,)
-        start = torch.where(key_mask, place, n).amin(1).minimum(end)
-        if not align:
-            return cls(key_mask, end, None, None)
-        looks = not torch.compiler.is_compiling()  # a graph is made for all masks
-        solid = looks and bool((key_mask.sum(1) == end - start).all())
-        if looks and not bool(start.any()):
-            return cls(key_mask, end, None, None, solid)
-        first = torch.arange(batch, device=key_mask.device)[:, None] * n
-        order = (first + (place + start[:, None]) % n).flatten()
-        back = (first + (place - start[:, None]) % n).flatten()
-        return cls(key_mask.flatten()[order].view(batch, n), end - start, order, back, solid)
-
-    def align(self, x: Tensor) -> Tensor:
-        """(B, H, n, d) with each row from its first real token on."""
-        return _reorder(x, self.order)
-
-    def restore(self, x: Tensor) -> Tensor:
-        return _reorder(x, self.back)
-
-
-def _reorder(x: Tensor, order: Tensor | None) -> Tensor:
-    if order is None:
-        return x
-    tokens = x.transpose(1, 2).flatten(0, 1)  # (B·n, H, d)
-    return tokens.index_select(0, order).view(x.shape[0], x.shape[2], *x.shape[1::2]).transpose(1, 2)
-
-
-def _clean(q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None):
-    """What stands in padded slots never matters: k and v become 0 there, a q that is not finite too.
-
-    A finite q in a padded slot is still computed, so that masked attention equals torch's row for row.
-    """
-    if key_mask is None:
-        return q, k, v
-    padded = ~key_mask[:, None, :, None]  # (B, 1, m, 1)
-    if q.shape[2] == k.shape[2]:
-        q = q.masked_fill(padded & ~torch.isfinite(q), 0)
-    k = k.masked_fill(padded, 0)
-    return q, k, None if v is None else v.masked_fill(padded, 0)
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """(B, H/g, m, d) → (B, H, m, d): each key head g times in a row."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _checked_seed(seed: Tensor | int | None) -> Tensor | None:

@@ -16,29 +16,33 @@ that has the group: this is where the quadratic cost goes.
 Padded tokens are members of nothing; a group of padding alone does not exist. Dropout acts on the terms of Z_i
 (tokens and groups). One fast path serves every partition that is made of blocks: it pools the members of each kind of
 groups, lets the summaries attend to their members, and the queries to tokens and summaries; the partition says where
-the blocks are. `combiner_plans` has the partitions of the paper, `combiner_definition` the definition.
+the blocks are. `combiner_plans` has the partitions of the paper. The definition, `Terms`, is written group by group
+from the index sets alone, without a thought for speed; the fast path is compared with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import index
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from subquad.abstraction import Abstraction
-from subquad.attention.base import Attention, Call
-from subquad.attention.combiner_definition import Terms
+from subquad.attention.base import Call
+from subquad.attention.checks import check_inputs
+from subquad.attention.sized import SizedAttention
 from subquad.attention.states.state import Memory
 from subquad.attention.states.summaries import Summaries
 from subquad.attention.summaries import Tokens, summarise, summarise_shard
 from subquad.core.numbers import is_symbolic, settled
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
-from subquad.supports.partitions import GroupSet, Partition, group_sets_of
+from subquad.probability import probability_map
+from subquad.supports.partitions import POOLED, Group, GroupSet, Partition, group_sets_of
 from subquad.supports.parts import FAR
 from subquad.supports.support import text_of
 
@@ -50,28 +54,19 @@ class CombinerOptions(Options):
     )
 
 
-class Combiner(Attention):
-    """One partition, one abstraction. A subclass makes the partition from its options.
-
-    Sizes that the options leave open are decided when the module is made, from `max_length`; without that they follow
-    from the length of each call, and then the same tokens in a longer batch are divided differently.
-    """
+class Combiner(SizedAttention):
+    """One partition, one abstraction. A subclass makes the partition from its options."""
 
     Options = CombinerOptions
     family = "combiner"
     paper = "Ren et al. 2021"
     grouped = True
-    free_size: ClassVar[str] = ""  # the option that, left open, follows the length
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         sharpness, shared = getattr(options, "sharpness", 1.0), getattr(options, "shared_heads", 1)
         self.abstraction = Abstraction(options.abstraction, options.head_dim, options.num_heads, sharpness, shared)
-        partition = self.make_partition(options)
-        if options.max_length is not None:
-            partition = partition.sized(options.max_length)
-        self.partition: Partition = partition
-        self._is_sized = partition.sized(4) == partition
+        self.partition: Partition = self.with_sizes(self.make_partition(options))
 
     @property
     def stays_inside(self) -> bool:
@@ -107,7 +102,7 @@ class Combiner(Attention):
     @torch.no_grad()
     def summary_mass(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """How much of each query's attention goes to summaries, (B, H, n): tokens are worth 0, groups 1."""
-        self._validate(q, k, k, key_mask)
+        check_inputs(self, q, k, k, key_mask)
         rows, q, k, v = self._begin(q, k, k, key_mask)
         mass = self._merge(q, k, v, self._call(rows, None, q.shape[2])._replace(dropout=0.0), mass=True)
         return rows.restore(mass)[..., 0]
@@ -169,11 +164,95 @@ class Combiner(Attention):
         names = ("terms of all queries", "groups summarised", "members of these groups")
         return dict(zip(names, self.sized(n).cost(n), strict=True))
 
-    @property
-    def open_size(self) -> str | None:
-        return None if self._is_sized else self.free_size
 
-    @property
-    def _follows_length(self) -> bool:
-        """A size of its own choice goes with the length; one that is fixed does not."""
-        return getattr(self.options, self.free_size, 1) is None and self.options.max_length is None
+# ---- the definition ----
+
+
+@lru_cache(maxsize=64)
+def unique_groups(partition: Partition, n: int) -> tuple[list[Group], Tensor, Tensor]:
+    """Every group once, children before parents; which query uses which (n, U); the direct sets (n, n)."""
+    groups, rows = partition.unique_groups(n)
+    uses, direct = torch.zeros(n, len(groups), dtype=torch.bool), torch.zeros(n, n, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        uses[i, row] = True
+        direct[i, list(partition.direct(n, i))] = True
+    return groups, uses, direct
+
+
+class Terms:
+    """The logits of the tokens and of the groups, and p(j|Ω)."""
+
+    def __init__(
+        self, partition, q: Tensor, k: Tensor, abstraction: Abstraction, key_mask: Tensor | None, scale: float
+    ):
+        n = q.shape[2]
+        self.softmax, self.scale, self.pool = probability_map("softmax"), scale, abstraction.pool
+        self.attended = abstraction.attended
+        self.q, self.k = q, k
+        self.fq, self.fk = abstraction(q, k)
+        exists = torch.ones(q.shape[0], n, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+        self.exists = exists[:, None]  # (B, 1, n)
+        found, uses, direct = unique_groups(partition, n)
+        self.summaries: dict[Group, tuple[Tensor, Tensor, Tensor]] = {}
+        for group in found:
+            self.summaries[group] = self.summarise(group)
+        self.direct_logits = q @ k.mT * scale  # (B, H, n, n)
+        self.direct = direct.to(q.device) & self.exists[:, :, None]  # (B, 1, n, n)
+        if not found:
+            self.group_logits, self.local = q.new_zeros(*q.shape[:3], 0), q.new_zeros(*q.shape[:2], 0, n)
+            self.groups = self.direct[..., :0]
+            return
+        keys, local, alive = (torch.stack(part, 2) for part in zip(*self.summaries.values(), strict=True))
+        self.local = local  # (B, H, U, n): p(j|Ω)
+        self.group_logits = q @ keys.mT * scale  # (B, H, n, U)
+        self.groups = uses.to(q.device) & alive[:, :, None]  # (B, 1, n, U)
+
+    def summarise(self, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+        """k_Ω (B, H, d), p(·|Ω) (B, H, n) and whether it exists (B, 1)."""
+        members = list(group.members)
+        real = self.exists[:, :, members]  # (B, 1, m)
+        q = (
+            self.pooled(self.fq[:, :, members], real)
+            if group.query_position == POOLED
+            else self.query_at(group.query_position)
+        )
+        if group.children:
+            keys, inner, alive = (
+                torch.stack(part, 2) for part in zip(*map(self.summaries.get, group.children), strict=True)
+            )
+            p = self.softmax((keys * q[:, :, None]).sum(-1) * self.scale, alive.expand(keys.shape[:3]))  # (B, H, c)
+            local = (p[..., None] * inner).sum(2)  # (B, H, n)
+        else:
+            scores = (self.k[:, :, members] * q[:, :, None]).sum(-1) * self.scale  # (B, H, m)
+            p = self.softmax(scores, real.expand(scores.shape))
+            local = torch.zeros_like(self.q[..., 0]).index_copy(2, torch.tensor(members, device=q.device), p)
+        if group.query_position != POOLED or self.attended:
+            return (local[..., None] * self.fk).sum(2), local, real.any(-1)
+        return self.pooled(self.fk[:, :, members], real), local, real.any(-1)
+
+    def query_at(self, position: int) -> Tensor:
+        """The query of a position; 0 where there is none, or padding."""
+        if position >= self.q.shape[2]:
+            return torch.zeros_like(self.q[:, :, 0])
+        return self.fq[:, :, position].masked_fill(~self.exists[:, :, position, None], 0)
+
+    def pooled(self, x: Tensor, real: Tensor) -> Tensor:
+        """(B, H, m, d) → (B, H, d) over the members that are real; 0 when there is none."""
+        if self.pool == "max":
+            top = x.masked_fill(~real[..., None], -torch.inf).amax(2)
+            return top.masked_fill(~real.any(-1, keepdim=True), 0)
+        return x.masked_fill(~real[..., None], 0).sum(2) / real.sum(-1, keepdim=True).clamp(min=1)
+
+    def weights(self) -> Tensor:
+        """q(j|i) of eq. 8, (B, H, n, n)."""
+        return joint_weights([self])
+
+
+def joint_weights(plans: list[Terms]) -> Tensor:
+    """q(j|i) of one softmax over the union of the plans' direct sets and all their groups, (B, H, n, n)."""
+    first, n = plans[0], plans[0].q.shape[2]
+    direct = torch.stack([terms.direct for terms in plans]).any(0)  # (B, 1, n, n)
+    logits = torch.cat([first.direct_logits, *(terms.group_logits for terms in plans)], -1)  # (B, H, n, n + U)
+    allowed = torch.cat([direct, *(terms.groups for terms in plans)], -1)
+    p = first.softmax(logits, allowed.expand(logits.shape))
+    return p[..., :n] + p[..., n:] @ torch.cat([terms.local for terms in plans], 2)

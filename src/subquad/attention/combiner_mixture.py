@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Call
-from subquad.attention.combiner import Combiner, CombinerOptions
-from subquad.attention.combiner_definition import joint_weights
+from subquad.attention.combiner import Combiner, CombinerOptions, joint_weights
 from subquad.attention.combiner_plans import (
     CombinerAxial,
     CombinerFixed,

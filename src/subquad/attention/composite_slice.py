@@ -26,7 +26,7 @@ The choices made:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,20 +34,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call, Capabilities, Record, Rows
+from subquad.attention.base import Attention, Call, Capabilities, Record
+from subquad.attention.checks import check_lengths, check_mask
 from subquad.attention.composite_slice_definition import Definition
-from subquad.attention.slicing import add_by_slice, slices
+from subquad.attention.rows import Rows
+from subquad.attention.slicing import Composer, Tokens, each
 from subquad.attention.states import entrance
 from subquad.attention.states.slices import Slices
 from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors
 from subquad.core.numbers import is_symbolic
 from subquad.core.options import Options, option
-from subquad.kernels.merge import merge_attention
 from subquad.positions import MultiScalePositions
-from subquad.supports.slices import slices_text
-
-Tokens = tuple[Tensor, Tensor, Tensor]  # what queries, keys and values are projected from, (B, n, E) each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,15 +142,6 @@ class OwnWeights(nn.Module):
         return F.linear(x, weight).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, n, d)
 
 
-def _each(change: Callable[[Tensor], Tensor], tokens: Tokens) -> Tokens:
-    """`change` on the three token tensors, once where they are one: then they stay one matrix product."""
-    query, key, value = tokens
-    q = change(query)
-    k = q if key is query else change(key)
-    v = q if value is query else k if value is key else change(value)
-    return q, k, v
-
-
 class CompositeSlice(Attention):
     __doc__ = __doc__
 
@@ -225,15 +214,15 @@ class CompositeSlice(Attention):
         if self.across is not None:
             return self.across.attend_tokens(self, query, key, value, project, key_mask, seed)
         rows = Rows.of(key_mask, align=True)
-        tokens = _each(lambda x: _clean(rows.align(x[:, None])[:, 0], rows.key_mask), (query, key, value))
+        tokens = each(lambda x: _clean(rows.align(x[:, None])[:, 0], rows.key_mask), (query, key, value))
         composer = self._composer(self._call(rows, seed, query.shape[1]))
         out = composer.compose(tokens, project, rows.key_mask, 0)
         out = out if rows.key_mask is None else _clean(out, rows.key_mask)
         return rows.restore(out[:, None])[:, 0], Record()
 
-    def _composer(self, call: Call) -> _Composer:
+    def _composer(self, call: Call) -> Composer:
         if not is_symbolic(call.slots):
-            return _Composer(self, call)
+            return Composer(self, call)
         from subquad.attention.composite_slice_any import AnyLengthComposer
 
         return AnyLengthComposer(self, call)
@@ -271,7 +260,7 @@ class CompositeSlice(Attention):
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
         if not self.options.interpolate:
-            self._validate_lengths(query.shape[1], key.shape[1])
+            check_lengths(self, query.shape[1], key.shape[1])
         if query.shape[0] < 1:
             raise ValueError("query has batch size 0: it must be at least 1")
         if query.shape[2] != self.options.width:
@@ -285,7 +274,7 @@ class CompositeSlice(Attention):
                     f"{self.name}: {name} must have the shape of query, {tuple(query.shape)}, not "
                     f"{tuple(x.shape)}: pooled outputs go through the same projections"
                 )
-        self._validate_mask(key[:, None], key_mask)
+        check_mask(self, key[:, None], key_mask)
 
     # ---- the definition ----
 
@@ -357,128 +346,6 @@ class CompositeSlice(Attention):
         return self.support(n) * torch.where(near, 1, 2)
 
 
-class _Composer:
-    """The fast path of one call: scales from the finest to the coarsest."""
-
-    def __init__(self, attention: CompositeSlice, call: Call) -> None:
-        self.attention, self.options, self.call = attention, attention.options, call
-
-    def compose(self, tokens: Tokens, project: Any, real: Tensor | None, scale: int) -> Tensor:
-        """The scale and all coarser ones: tokens (B, n, E) → (B, n, E). `real` bool (B, n): which exist."""
-        order = self.options.composition
-        if scale == self.options.levels - 1:
-            return self._attend(tokens, project, real, scale, 0, 0)
-        if order == "local-global":
-            fine = self._mix(tokens, project, real, scale)  # (B, n, E)
-            pooled = (self._pool(fine, real, scale),) * 3  # (B, m, E)
-            return self._add(fine, self._coarser(pooled, project, real, scale))
-        pooled = _each(lambda x: self._pool(x, real, scale), tokens)
-        coarse = self._coarser(pooled, project, real, scale)  # (B, m, 1, E)
-        if order == "global-local":
-            tokens = _each(lambda x: self._add(x, coarse), tokens)
-        return self._add(self._mix(tokens, project, real, scale), coarse)
-
-    def _add(self, x: Tensor, coarse: Tensor) -> Tensor:
-        """To every token what its slice is given."""
-        return add_by_slice(x, coarse, self.options.slice_length)
-
-    def _lengths(self, q: Tensor, scale: int) -> Tensor | None:
-        """How many of the slots of a scale are in use, int64 (B,); None = all."""
-        return None
-
-    def _put(self, x: Tensor, place: Tensor, size: int) -> Tensor:
-        """x (B, H, n, d) + the positions (1, H, size, d) of a slice, in every slice."""
-        return add_by_slice(x.transpose(1, 2), place.transpose(1, 2)[:, None], size).transpose(1, 2)
-
-    def _coarser(self, pooled: Tokens, project: Any, real: Tensor | None, scale: int) -> Tensor:
-        """What the next scale gives to every slice, (B, m, 1, E); causal: what it gives to the one before."""
-        project = project if self.options.share_weights else self.attention.own[scale]
-        if real is not None:
-            real = torch.cat([x.any(2) for x in slices(real, self.options.slice_length)], 1)  # (B, m)
-        if not self.options.causal:
-            return self.compose(pooled, project, real, scale + 1)[:, :, None]
-        batch, m, width = pooled[0].shape
-        if m == 1:
-            return pooled[0].new_zeros(batch, 1, 1, width)
-        earlier = _each(lambda x: x[:, :-1], pooled)
-        out = self.compose(earlier, project, None if real is None else real[:, :-1], scale + 1)
-        return F.pad(out, (0, 0, 1, 0))[:, :, None]
-
-    def _pool(self, x: Tensor, real: Tensor | None, scale: int) -> Tensor:
-        """(B, n, E) → slice embeddings (B, m, E), padding excluded, sums in float32 at least."""
-        kind, work, size = x.dtype, torch.promote_types(x.dtype, torch.float32), self.options.slice_length
-        views = list(slices(x, size))  # (B, c, l, E)
-        masks = [None] * len(views) if real is None else list(slices(real, size))  # (B, c, l)
-        weight = self.attention.pools[scale].to(work) if self.options.pool == "linear" else None  # (L, E, E)
-        pieces = []
-        for view, mask in zip(views, masks, strict=True):
-            if self.options.pool == "max":
-                pieces.append(_masked_max(view, mask))
-            elif mask is None and weight is None:
-                pieces.append(view.mean(2, dtype=work))
-            else:
-                share = torch.ones_like(view[..., 0], dtype=work) if mask is None else mask.to(work)  # (B, c, l)
-                share = share / share.sum(2, keepdim=True).clamp(min=1)
-                pieces.append(_weighted_sum(view.to(work), share, weight))
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).to(kind)
-
-    def _mix(self, tokens: Tokens, project: Any, real: Tensor | None, scale: int) -> Tensor:
-        """Inside the slices: (B, n, E) → (B, n, E)."""
-        size = self.options.slice_length
-        if self.options.local == "attention":
-            return self._attend(tokens, project, real, scale, size, self.options.reach)
-        v = project.values(tokens[2]).transpose(1, 2).flatten(2)  # (B, n, E)
-        v = v if real is None else v.masked_fill(~real[..., None], 0)
-        batch, n, width = v.shape
-        whole = F.pad(v, (0, 0, 0, -n % size)).reshape(-1, size, width)  # (B·m, L, E)
-        return self.attention.mlps[scale](whole, self.call).view(batch, -1, width)[:, :n]
-
-    def _attend(self, tokens: Tokens, project: Any, real: Tensor | None, scale: int, size: int, reach: int):
-        """Attention inside slices of `size`; size=0: the coarsest scale is one slice."""
-        q, k, v = project.together(*tokens)  # (B, H, n, d)
-        n, keys, causal = q.shape[2], [k], self.options.causal
-        if self.attention.positions is not None:
-            q, keys = self._place(q, k, project, self.attention.positions(scale, n), size or n, reach)
-        text = slices_text(causal, size, reach, self.attention.positions is not None)
-        valid = [None if real is None else real[:, None]] * len(keys)
-        about: dict[str, Any] = {"valid": valid, "dropout": self.call.dropout, "seed": self.call.seed}
-        about["lengths"] = self._lengths(q, scale)
-        values, scale_ = [v] * len(keys), self.options.softmax_scale
-        out = merge_attention(q, keys, values, text, "main", n, scale=scale_, **about)  # (B, H, n, d)
-        return out.transpose(1, 2).flatten(2)
-
-    def _place(self, q: Tensor, k: Tensor, project: Any, table: Tensor, size: int, reach: int):
-        """(x + P)W = xW + PW: the projected positions are added to the projected tokens.
-
-        A key stands at another place of each extended slice it is in, so each neighbour sees keys of its own.
-        """
-        table = table[None, reach:] if self.options.causal else table[None]  # (1, reach + size [+ reach], E)
-        nowhere = torch.zeros_like(table[:, :1])  # takes out the bias, which xW already has
-        pq = project.queries(table[:, reach : reach + size]) - project.queries(nowhere)  # (1, H, size, d)
-        pk = project.keys(table) - project.keys(nowhere)  # (1, H, rows, d)
-        places = [pk[:, :, reach : reach + size]]
-        if reach:
-            places.append(F.pad(pk[:, :, :reach], (0, 0, size - reach, 0)))  # the last r tokens, from the right
-        if reach and not self.options.causal:
-            places.append(F.pad(pk[:, :, reach + size :], (0, 0, 0, size - reach)))  # the first r, from the left
-        return self._put(q, pq, size), [self._put(k, place, size) for place in places]
-
-
 def _clean(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """Tokens (B, n, E); whatever stands in padded slots becomes 0."""
     return x if key_mask is None else x.masked_fill(~key_mask[..., None], 0)
-
-
-def _weighted_sum(x: Tensor, share: Tensor, weight: Tensor | None) -> Tensor:
-    """Σ_l share_l x_l W_l: (B, c, l, E), (B, c, l) and (L, E, E) → (B, c, E); no W is the identity."""
-    if weight is None:
-        return (share[:, :, None] @ x)[:, :, 0]
-    return (x * share[..., None]).flatten(2) @ weight[: x.shape[2]].flatten(0, 1)
-
-
-def _masked_max(x: Tensor, real: Tensor | None) -> Tensor:
-    """(B, c, l, E) → (B, c, E), 0 where nothing is real."""
-    if real is None:
-        return x.amax(2)
-    top = x.masked_fill(~real[..., None], -torch.inf).amax(2)
-    return top.masked_fill(~real.any(2)[..., None], 0)

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.attention.base import Call
-from subquad.attention.composite_slice import CompositeSlice, Tokens, _Composer
+from subquad.attention.composite_slice import CompositeSlice
+from subquad.attention.slicing import Composer, Tokens
 
 
-class AnyLengthComposer(_Composer):
+class AnyLengthComposer(Composer):
     """The fast path of one call; what a scale gives to its slices, (B, n, E), has slice t at slot t."""
 
     def __init__(self, attention: CompositeSlice, call: Call) -> None:
@@ -36,7 +37,7 @@ class AnyLengthComposer(_Composer):
         if scale == 0:
             return None
         last = self._slots(q)[-1:] // self.options.slice_length**scale  # (1,): the number of the last slice
-        return (last + 1).expand(len(q)).contiguous()
+        return (last + 1).expand(q.shape[0]).contiguous()
 
     def _sums(self, x: Tensor) -> Tensor:
         """(B, n, …) → (B, n, …): the sum over slice t at slot t."""

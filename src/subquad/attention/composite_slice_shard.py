@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.attention.base import Call
-from subquad.attention.composite_slice import CompositeSlice, Tokens, _Composer, _each
-from subquad.attention.slicing import add_by_slice, slices
+from subquad.attention.composite_slice import CompositeSlice
+from subquad.attention.slicing import Composer, Tokens, add_by_slice, each, slices
 from subquad.supports.shards import Cut, aligned, in_blocks
 from subquad.supports.slices import slices_text
 
 
-class ShardComposer(_Composer):
+class ShardComposer(Composer):
     """The fast path of one call; `real` is the mask of the whole sequence at a scale, `cut` who has what of it."""
 
     def __init__(self, attention: CompositeSlice, call: Call) -> None:
@@ -52,10 +52,10 @@ class ShardComposer(_Composer):
             pooled = (self._pooled(fine, own, scale),) * 3  # (b, m, E)
             out = self._added(fine, self._coarser_shard(pooled, *about))
         else:
-            pooled = _each(lambda x: self._pooled(x, own, scale), tokens)
+            pooled = each(lambda x: self._pooled(x, own, scale), tokens)
             coarse = self._coarser_shard(pooled, *about)  # (b, m, 1, E)
             if order == "global-local":
-                tokens = _each(lambda x: self._added(x, coarse), tokens)
+                tokens = each(lambda x: self._added(x, coarse), tokens)
             out = self._added(self._mix_shard(tokens, *about), coarse)
         return self.shard.move([out[:, None]], whole, cut)[0][:, 0]
 
@@ -81,7 +81,7 @@ class ShardComposer(_Composer):
             return pooled[0].new_zeros(pooled[0].shape[0], pooled[0].shape[1], 1, pooled[0].shape[2])
         earlier = tuple((min(lo, m - 1), min(hi, m - 1)) for lo, hi in blocks)  # the last slice is asked by nobody
         keep = earlier[rank][1] - earlier[rank][0]
-        kept = _each(lambda x: x[:, :keep], pooled)
+        kept = each(lambda x: x[:, :keep], pooled)
         out = self._scale(kept, project, None if real is None else real[:, :-1], scale + 1, earlier, m - 1)
         before = tuple((max(lo - 1, 0), max(hi - 1, 0)) for lo, hi in blocks)
         out = self.shard.move([out[:, None]], earlier, before)[0][:, 0]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention, Call
 from subquad.attention.full import drop_keys, masked_map
 from subquad.attention.outputs import within_rows
-from subquad.attention.patterns import FamilySees
+from subquad.attention.pattern_attention import FamilySees
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.several import NearAndFar
 from subquad.attention.states.state import Memory

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import subquad.kernels.flash  # noqa: F401  (teaches the FLOP counter torch's own kernel)
-from subquad.attention.base import Attention, Call, Capabilities, Record, repeat_heads
+from subquad.attention.base import Attention, Call, Capabilities, Record
+from subquad.attention.checks import check_inputs
+from subquad.attention.rows import repeat_heads
 from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.chosen import all_before, past
 from subquad.attention.states.keys import Keys
@@ -99,7 +101,7 @@ class Full(Attention):
         if self.across is not None:
             raise ValueError("attn_mask: a sequence that is divided among processes takes no mask of its own")
         q, k, v = project.together(query, key, value)  # (B, H, n, d)
-        self._validate(q, k, v, key_mask)
+        check_inputs(self, q, k, v, key_mask)
         rows, q, k, v = self._begin(q, k, v, key_mask)
         return self.attend(q, k, v, self._call(rows, seed, q.shape[2]), seen).transpose(1, 2).flatten(2), Record()
 

@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call, Capabilities, Record, Rows, repeat_heads
+from subquad.attention.base import Attention, Call, Capabilities, Record
+from subquad.attention.checks import check_lengths, check_mask
 from subquad.attention.full import drop_keys
+from subquad.attention.rows import Rows, repeat_heads
 from subquad.attention.states import entrance
 from subquad.attention.states.compressed import Compressed
 from subquad.attention.states.state import Buffers, Memory
@@ -231,7 +233,7 @@ class HCA(Attention):
             return rotate(near + far, -position[:, None], self.options)
 
     def _check(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> None:
-        self._validate_lengths(query.shape[1], key.shape[1])
+        check_lengths(self, query.shape[1], key.shape[1])
         if query.shape[0] < 1:
             raise ValueError("query has batch size 0: it must be at least 1")
         for name, x in (("query", query), ("key", key)):
@@ -239,7 +241,7 @@ class HCA(Attention):
                 raise ValueError(
                     f"{self.name}: {name} has width {x.shape[2]}, the heads together {self.width}: they must be equal"
                 )
-        self._validate_mask(key[:, None], key_mask)
+        check_mask(self, key[:, None], key_mask)
 
     # ---- the definition ----
 

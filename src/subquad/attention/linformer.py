@@ -18,9 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Call, Capabilities, Record, Rows
+from subquad.attention.base import Call, Capabilities, Record
+from subquad.attention.checks import check_inputs, check_lengths
 from subquad.attention.full import sdpa
 from subquad.attention.outputs import OutputAttention, within_rows
+from subquad.attention.rows import Rows
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 
@@ -69,8 +71,8 @@ class Linformer(OutputAttention):
                 query, key, value, project, key_mask, seed, want_record=want_record
             )  # fmt: skip
         q, n = project.queries(query), key.shape[1]
-        self._validate(q, q, q, None)
-        self._validate_lengths(query.shape[1], n)
+        check_inputs(self, q, q, q, None)
+        check_lengths(self, query.shape[1], n)
         e = self.project_keys[0, :, :n]
         f = e if self.project_values is None else self.project_values[0, :, :n]
         keys, values = (

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from subquad.attention.patterns import PatternAttention, PatternOptions
+from subquad.attention.pattern_attention import PatternAttention, PatternOptions
 from subquad.core.options import option
-from subquad.supports.patterns import Blocks, Longformer, Pattern
+from subquad.supports.pattern import Pattern
+from subquad.supports.patterns import Blocks, Longformer
 
 
 class Local(PatternAttention):

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call, Capabilities, repeat_heads
+from subquad.attention.base import Attention, Call, Capabilities
 from subquad.attention.full import drop_keys, masked_map
+from subquad.attention.rows import repeat_heads
 from subquad.attention.states.chosen import Chosen
 from subquad.attention.states.state import Memory
 from subquad.core.options import Options as BaseOptions

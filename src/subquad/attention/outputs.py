@@ -7,7 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call, Capabilities, Rows, _clean, repeat_heads
+from subquad.attention.base import Attention, Call, Capabilities
+from subquad.attention.checks import check_inputs
+from subquad.attention.rows import Rows, clean, repeat_heads
 
 
 class OutputAttention(Attention):
@@ -26,9 +28,9 @@ class OutputAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor:
         """The oracle: the definition of the output, differentiable."""
-        self._validate(q, k, v, key_mask)
+        check_inputs(self, q, k, v, key_mask)
         kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
-        q, k, v = (x.to(work) for x in _clean(q, k, v, key_mask))
+        q, k, v = (x.to(work) for x in clean(q, k, v, key_mask))
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         call = self._call(Rows.of(key_mask, align=False), seed, q.shape[2])._replace(lengths=None)
         if key_mask is None or not self.positional:

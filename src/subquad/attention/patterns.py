@@ -1,278 +1,21 @@
-"""Attention over a sparsity pattern (Yun et al., section 3.1, eq. 2):
+"""The sparsity patterns as mechanisms: each is a pattern of `supports.patterns` and the options that describe it.
 
-    out_k = Σ_{j ∈ A_k^l} ρ[ (q_k·k_j·scale)_{j ∈ A_k^l} ]_j v_j
-
-The sets come from `supports.patterns`. With p > 1 families `heads` says how a layer uses them (section 5):
-`sequential` layer l takes family l mod p, `union` every head takes all families at once, `multihead` the heads
-are split evenly over the families. Softmax over regular sets runs as blocks through the merge kernel; other sets, and
-other probability maps ρ, run over the edge list (in a compiled graph other maps run on the whole matrix of scores).
-
-Sizes that the options leave open are decided when the module is made, from `max_length`; without that they follow from
-the length of each call.
+`pattern_attention` has how they are attended to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from subquad.attention.base import Attention, Call
-from subquad.attention.full import MapOptions, drop, masked_map
-from subquad.attention.states.attending import attend_kept
-from subquad.attention.states.keys import Keys
-from subquad.attention.states.named import NamedKeys
-from subquad.attention.states.state import Memory
-from subquad.core.hashing import seed_from
-from subquad.core.numbers import settled
+from subquad.attention.pattern_attention import PatternAttention, PatternOptions
 from subquad.core.options import option
-from subquad.kernels.edges import edge_attention, edge_mapped_attention
-from subquad.kernels.merge import merge_attention
-from subquad.kernels.tables import UNION, pattern_edges, pattern_mask
 from subquad.supports import drawn, patterns
-from subquad.supports.kept import EVERYTHING
-from subquad.supports.patterns import Pattern
-from subquad.supports.shards import last_rows
-from subquad.supports.support import text_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class PatternOptions(MapOptions):
-    heads: Literal["sequential", "union", "multihead"] = option("sequential", "how heads and layers share the families")
-    layer_index: int = option(0, "heads=sequential: number of the layer, picks family layer_index mod p", ge=0)
-
-
-class PatternAttention(Attention):
-    """Attention over the sets of a pattern; a subclass names the pattern and its options."""
-
-    family = "sparse pattern"
-    grouped = True
-    stays_inside = True
-    boundary = "the keys of others that its sets name: a halo, global tokens, column tokens"
-    kind: ClassVar[type[Pattern]]
-    own_options: ClassVar[tuple[str, ...]] = ()  # options that are the pattern's
-    free_size: ClassVar[str] = ""  # the option that, left open, follows the length
-
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
-        pattern: Any = self.make_pattern(options)
-        if options.max_length is not None:
-            pattern = pattern.sized(options.max_length)
-        self.pattern: Any = pattern
-        self._is_sized = pattern.sized(4) == pattern
-        self._has_parts = pattern.has_parts
-        self.maps: Any = nn.ModuleList(options.probability_map(len(heads)) for heads, _ in self.head_groups())
-
-    def make_pattern(self, options: Any) -> Pattern:
-        own = {key: getattr(options, key) for key in self.own_options}
-        return self.kind(causal=options.causal, **own)
-
-    def sized(self, n: int) -> Any:
-        """The pattern with every size decided, for a call of length n."""
-        return self.pattern if self._is_sized else self.pattern.sized(n)
-
-    def _text(self, slots: int) -> str:
-        """The text of that pattern; with open sizes a compiled graph is one for this length."""
-        if self._is_sized:
-            return text_of(self.pattern)
-        return text_of(self.pattern, settled(slots, self.name, self.free_size, f"give max_length or {self.free_size}"))
-
-    @property
-    def data_dependent(self) -> bool:
-        """Edge lists have a length of their own."""
-        return not self._has_parts or self.options.map != "softmax"
-
-    @property
-    def open_size(self) -> str | None:
-        return None if self._is_sized else self.free_size
-
-    @property
-    def _follows_length(self) -> bool:
-        return getattr(self.options, self.free_size, 1) is None and self.options.max_length is None
-
-    def head_groups(self) -> list[tuple[range, int | None]]:
-        """Which heads use which family; None = the union of all."""
-        heads, p = self.options.num_heads, self.pattern.families
-        if self.options.heads == "union" or p == 1:
-            return [(range(heads), None)]
-        if self.options.heads == "sequential":
-            return [(range(heads), self.options.layer_index % p)]
-        cuts = [heads * f // p for f in range(p + 1)]
-        return [(range(cuts[f], cuts[f + 1]), f) for f in range(p) if cuts[f] < cuts[f + 1]]
-
-    # ---- the fast path ----
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        text = self._text(call.slots)
-        if self.options.map == "softmax" and self._has_parts:
-            return self._by_blocks(text, q, k, v, call)
-        if self.options.map == "softmax":
-            edges = self._edges(text, q, call.lengths)
-            about: dict[str, Any] = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed}
-            return edge_attention(q, k, v, edges, scale=self.options.softmax_scale, **about)
-        return self._mapped(text, q, k, v, call)
-
-    def _by_blocks(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Softmax over regular sets: blocks, a group of heads at a time."""
-        about: dict[str, Any] = {
-            "lengths": call.lengths,
-            "valid": [call.exists],
-            "dropout": call.dropout,
-            "seed": call.seed,
-        }
-        outs, scale = [], self.options.softmax_scale
-        for heads, family in self.head_groups():
-            which = "union" if family is None else str(family)
-            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
-            outs.append(merge_attention(x, [y], [z], text, which, q.shape[2], scale=scale, **about))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
-
-    def instances(self, batch: int, device: torch.device) -> Tensor:
-        """Groups of heads that have kernels of their own count from 0 each."""
-        if self.options.map != "softmax" or not self._has_parts:
-            return super().instances(batch, device)
-        groups = [len(heads) for heads, _ in self.head_groups()]
-        return torch.cat([torch.arange(batch * size, device=device).view(batch, size) for size in groups], 1)
-
-    def attend_last(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """The last queries (B, H, t, d) of a sequence of n tokens, k and v (B, H or H/g, n, d), real (B, n) of them."""
-        n, text, scale = k.shape[2], self._text(k.shape[2]), self.options.softmax_scale
-        first = n - q.shape[2]
-        if self.options.map != "softmax" or not self._has_parts:
-            q = torch.cat((torch.zeros_like(q[:, :, :1]).expand(-1, -1, first, -1), q), 2)
-            lengths = torch.full((len(q),), n, device=q.device)
-            return self.attend_aligned(q, k, v, real, lengths, None)[:, :, first:]
-        about: dict[str, Any] = {"scale": scale, "valid": [None if real is None else real[:, None]]}
-        outs = []
-        for heads, family in self.head_groups():
-            where = last_rows(text, "union" if family is None else str(family), first, n, 1)
-            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
-            outs.append(merge_attention(x, [y], [z], *where, n, **about))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
-
-    @property
-    def divides(self) -> bool:
-        return bool(self.boundary) and self._has_parts and self.options.map == "softmax"
-
-    def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """`_by_blocks` for the queries of this process."""
-        shard, text, outs, scale = call.shard, self._text(call.slots), [], self.options.softmax_scale
-        for heads, family in self.head_groups():
-            which = "union" if family is None else str(family)
-            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
-            sources = [(y, z, shard.exists, shard.cut)]
-            outs.append(shard.merge(x, sources, text, which, call, queries=shard.cut, scale=scale))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
-
-    def _families(self) -> list[int]:
-        """The family of every head, or of all of them."""
-        groups = self.head_groups()
-        numbers = [UNION if family is None else family for _, family in groups]
-        return (
-            numbers if len(groups) == 1 else [f for (heads, _), f in zip(groups, numbers, strict=True) for _ in heads]
-        )
-
-    def _edges(self, text: str, q: Tensor, lengths: Tensor | None):
-        return pattern_edges(q, text, self._families(), q.shape[2], q.shape[1], lengths)
-
-    def _mapped(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Any probability map: over the edges of each run of rows of equal length, or in a compiled graph dense."""
-        if torch.compiler.is_compiling():
-            seen = pattern_mask(q, text, self._families(), q.shape[2], call.lengths)  # (B, 1 or H, n, n)
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-            weights = masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
-            return drop(weights, call).to(v.dtype) @ v
-        scale, n = self.options.softmax_scale, q.shape[2]
-        sizes = [n] * len(q) if call.lengths is None else call.lengths.tolist()
-        out, first = torch.zeros_like(q), 0
-        for b in range(1, len(q) + 1):
-            if b < len(q) and sizes[b] == sizes[first]:
-                continue
-            rows, size = slice(first, b), sizes[first]
-            first = b
-            if size:
-                x, y, z = (t[rows, :, :size] for t in (q, k, v))
-                seed = seed_from(call.seed, rows.start * q.shape[1]) if call.dropout and call.seed is not None else None
-                about: dict[str, Any] = {"dropout": call.dropout, "seed": seed}
-                mask = None if call.key_mask is None else call.key_mask[rows, :size]
-                edges = self._edges(text, x, None)
-                found = edge_mapped_attention(x, y, z, edges, self.map_of_heads, scale=scale, key_mask=mask, **about)
-                out = out.index_put((torch.arange(rows.start, rows.stop)[:, None, None], *_slots(x)), found)
-        return out
-
-    def map_of_heads(self, scores: Tensor, allowed: Tensor) -> Tensor:
-        """ρ of every head: scores and mask (B, H, …, keys)."""
-        if len(self.maps) == 1:
-            return self.maps[0](scores, allowed)
-        allowed = allowed.expand(scores.shape)
-        groups = [slice(heads.start, heads.stop) for heads, _ in self.head_groups()]
-        pieces = [rho(scores[:, g], allowed[:, g]) for rho, g in zip(self.maps, groups, strict=True)]
-        return torch.cat(pieces, 1)
-
-    # ---- streaming ----
-
-    def make_memory(self, margin: int) -> Memory:
-        families = [None if f == UNION else f for f in self._families()]
-        used = list(dict.fromkeys(families))
-        kept = self.pattern.kept(used, margin)
-        sees = [FamilySees(self.pattern, family) for family in used]
-        heads = [used.index(family) for family in families]
-        heads = heads * self.options.num_heads if len(heads) == 1 else heads
-        if kept == EVERYTHING:
-            return NamedKeys(kept, sees, heads, margin)
-        ranges = partial(self.pattern.ranges, used) if len(used) == 1 else None
-        return Keys(kept, sees, heads, margin, ranges, self.pattern.begin)
-
-    def attend_kept(self, q, k, v, seen, position, factors=None):
-        rho = None if self.options.map == "softmax" else self.map_of_heads
-        return attend_kept(q, k, v, seen, self.options.softmax_scale, factors, rho)
-
-    # ---- the definition ----
-
-    def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        seen = self._seen(self.sized(call.slots), q.shape[2]).to(q.device)
-        return masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
-
-    def support(self, n: int) -> Tensor:
-        seen = self._seen(self.sized(n), n)
-        return seen[0] if len(seen) == 1 else seen
-
-    def _seen(self, pattern: Pattern, n: int) -> Tensor:
-        """bool (1 or H, n, n)."""
-        masks = {f: pattern.mask(n, None if f == UNION else f) for f in set(self._families())}
-        return torch.stack([masks[f] for f in self._families()])
-
-
-class FamilySees:
-    """The definition of a family, as streaming asks for it; a class, so that a state can be pickled."""
-
-    def __init__(self, pattern: Pattern, family: int | None) -> None:
-        self.pattern, self.family = pattern, family
-
-    def __call__(self, source: int, i: Tensor, j: Tensor) -> Tensor:
-        return self.pattern.sees(self.family, i, j)
-
-    def named(self, i: np.ndarray) -> np.ndarray:
-        return self.pattern.named(self.family, i)
-
-
-def _heads(x: Tensor, heads: range, total: int) -> Tensor:
-    """Some of the query heads, or the key heads that serve them; where a key head serves others too, a copy each."""
-    if len(heads) == total:
-        return x
-    group = total // x.shape[1]
-    if heads.start % group or heads.stop % group:
-        return x.repeat_interleave(group, 1)[:, heads.start : heads.stop]
-    return x[:, heads.start // group : heads.stop // group]
-
-
-def _slots(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.arange(x.shape[1], device=x.device)[:, None], torch.arange(x.shape[2], device=x.device)
+from subquad.supports.pattern import Pattern
 
 
 class Strided(PatternAttention):
@@ -290,10 +33,6 @@ class Strided(PatternAttention):
     )
     gallery = {"heads": "union"}
 
-    @property
-    def exponent(self) -> float:
-        return 1.5 if self._follows_length else 2.0
-
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
         w: int | None = option(None, "stride and window; None = ⌈√n⌉", ge=1)
@@ -308,10 +47,6 @@ class Fixed(PatternAttention):
     free_size = "w"
     examples = ({}, {"w": 5, "layer_index": 1}, {"w": 5, "heads": "union", "close": True})
     gallery = {"heads": "union"}
-
-    @property
-    def exponent(self) -> float:
-        return 1.5 if self._follows_length else 2.0
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
@@ -427,10 +162,6 @@ class Axial(PatternAttention):
     own_options = ("cols",)
     free_size = "cols"
     examples = ({}, {"cols": 5, "heads": "multihead"})
-
-    @property
-    def exponent(self) -> float:
-        return 1.5 if self._follows_length else 2.0
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from subquad.core.declarations import declared
 from subquad.core.names import look_up, unknown
 from subquad.core.options import make, parse, split_spec
+from subquad.core.source_options import options_class
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -34,7 +35,7 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "combiner-mixture": "subquad.attention.combiner_mixture:CombinerMixture",
     "combiner-routing": "subquad.attention.combiner_routing:CombinerRouting",
     "combiner-tree": "subquad.attention.combiner_plans:CombinerTree",
-    "combiner-plan": "subquad.attention.combiner_plan:CombinerPlan",
+    "combiner-plan": "subquad.attention.combiner_plans:CombinerPlan",
     "routing": "subquad.attention.routing:Routing",
     "sbm": "subquad.attention.sbm:Sbm",
     "linear": "subquad.attention.linear:Linear",
@@ -96,11 +97,18 @@ def mechanism(name: str) -> type[Attention]:
 
 
 def check_name(spec: str) -> None:
-    """Refuse a spec, or several with | between, of a mechanism that does not exist; imports nothing."""
+    """Refuse a spec, or several with | between, of a mechanism that does not exist or that does not have these options.
+
+    Imports nothing: options are checked as far as the source text of the class tells them.
+    """
     for one in spec.split("|"):
-        name, _ = split_spec(one)
+        name, texts = split_spec(one)
         if name not in _MECHANISMS:
             raise unknown("attention", name, _MECHANISMS)
+        entry = _MECHANISMS[name]
+        options = options_class(entry, "Options") if texts and isinstance(entry, str) else None
+        if options is not None:
+            make(options, name, parse(options, name, texts))
 
 
 def describe(name: str) -> dict[str, Any]:

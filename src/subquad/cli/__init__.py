@@ -98,7 +98,7 @@ class Commands(PlainHelp, TyperGroup):
         try:
             code = super().main(import_modules(words), *rest, standalone_mode=False, **extra)
         except UsageError as error:
-            code = complain(error.format_message())
+            code = complain(in_words(error, words))
         except (ValueError, TypeError, OSError, ImportError) as error:
             if "--traceback" in words:
                 raise
@@ -129,6 +129,18 @@ def import_modules(words: list[str]) -> list[str]:
     if wanted:
         os.environ[IMPORTS] = ",".join(dict.fromkeys(wanted))
     return rest
+
+
+def in_words(error: Any, words: list[str]) -> str:
+    """The message of a usage error. Newer versions of typer do not name the value of an option: it is added."""
+    message, should = error.format_message(), "Input should be "
+    option, _, rest = message.removeprefix("Invalid value for ").partition(": ")
+    given = [word for word in words if word.split("=")[0] in option.replace("'", "").split(" / ")]
+    if not rest.startswith(should) or not given:
+        return message
+    name, equals, value = given[-1].partition("=")
+    value = value if equals else "".join(words[words.index(name) + 1 :][:1])
+    return f"{name} must be {rest.removeprefix(should).partition(',')[0]}, not {value!r}"
 
 
 def describe(error: Exception) -> str:

@@ -36,7 +36,7 @@ def analyze(
     context: typer.Context,
     spec: Annotated[str | None, typer.Argument(metavar="SPEC", help="A mechanism with its options.")] = None,
     n: Annotated[
-        int | None, typer.Option("--n", min=1, max=LONGEST, help="Length of the sequences. Default: 256.")
+        int | None, typer.Option("--n", min=2, max=LONGEST, help="Length of the sequences. Default: 256.")
     ] = None,
     causal: Causal = None,
     map: Annotated[
@@ -114,9 +114,9 @@ def source_of(spec: str | None, options: dict[str, str], sets: Path | None) -> t
             raise typer.BadParameter(f"--{next(iter(options))} is an option of a mechanism; --sets has none")
         return _load(sets), sets.name
     text = str(spec)
-    check_name(text)
     for key, value in options.items():
         text += f"{',' if ':' in text else ':'}{key}={value}"
+    check_name(text)
     return text, text
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from subquad.attention.registry import check_name
+from subquad.cli import bench_options as options
 
 if TYPE_CHECKING:
     from subquad.bench import Setting
@@ -31,78 +32,27 @@ def add_to(app: typer.Typer) -> None:
 
 def bench(
     context: typer.Context,
-    specs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SPEC...", help="Mechanisms with their options; with --peers, names of peers."),
-    ] = None,
-    n: Annotated[
-        str | None,
-        typer.Option("--n", help="Sequence lengths, comma-separated. Default: 1024,4096,8192; with --peers 4096."),
-    ] = None,
-    backward: Annotated[
-        bool, typer.Option("--backward", help="Measure forward and backward, not only forward.")
-    ] = False,
-    causal: Annotated[
-        bool, typer.Option("--causal", help="Measure causal attention, against causal full attention.")
-    ] = False,
-    heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Batch size. Default: 1; with --ragged 8.", show_default=False)
-    ] = None,
-    ragged: Annotated[
-        bool,
-        typer.Option("--ragged", help="Measure padded rows of n/2 to n tokens, also against rows without padding."),
-    ] = False,
-    dropout: Annotated[
-        float | None,
-        typer.Option(
-            help="Probability of attention dropout in training, also measured against a step without dropout.",
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        bool,
-        typer.Option(
-            "--model", help="Measure a training step of a whole model with 6 layers, as wide as all heads together."
-        ),
-    ] = False,
-    decode: Annotated[
-        bool,
-        typer.Option("--decode", help="Measure streaming: one decode step after n tokens, the state, and the prefill."),
-    ] = False,
-    chunk: Annotated[int, typer.Option(min=1, help="With --decode: number of tokens of a prefill chunk.")] = 1024,
-    device: Annotated[str, typer.Option(help="Device to measure on: cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Dtype of the tensors: float32, bfloat16 or float16.")] = "float32",
-    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time is reported.")] = 3,
-    processes: Annotated[
-        str | None,
-        typer.Option(
-            help="Divide the sequence among this many processes, comma-separated, such as 1,2,4.", show_default=False
-        ),
-    ] = None,
-    count_only: Annotated[
-        bool, typer.Option("--count-only", help="With --processes: only count the bytes that are sent, for any length.")
-    ] = False,
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the results to this file, which is updated after every measurement."),
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option("--png", help="Draw time and memory against the length into this file.")
-    ] = None,
-    peers: Annotated[
-        bool,
-        typer.Option(
-            "--peers",
-            help="Measure layers against other implementations of the same mechanism (the extra `peers` and "
-            "transformers), in the direction that is listed for each. Without names, all that are installed are "
-            "measured. Rows of other peers in an existing JSON file are kept.",
-        ),
-    ] = False,
-    crossover: Annotated[
-        bool, typer.Option(help="With --peers: find the length from which our layer is faster than full attention.")
-    ] = True,
+    specs: options.Specs = None,
+    n: options.Lengths = None,
+    backward: options.Backward = False,
+    causal: options.Causal = False,
+    heads: options.Heads = 8,
+    head_dim: options.HeadDim = 64,
+    batch: options.Batch = None,
+    ragged: options.Ragged = False,
+    dropout: options.Dropout = None,
+    model: options.Model = False,
+    decode: options.Decode = False,
+    chunk: options.Chunk = 1024,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "float32",
+    repeats: options.Repeats = 3,
+    processes: options.Processes = None,
+    count_only: options.CountOnly = False,
+    json: options.JsonFile = None,
+    png: options.PictureFile = None,
+    peers: options.Peers = False,
+    crossover: options.Crossover = True,
 ) -> None:
     """Measure mechanisms against full attention in the same run.
 

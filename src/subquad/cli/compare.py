@@ -14,7 +14,8 @@ from subquad.attention.registry import check_name
 from subquad.cli.train import Data, Recipe, Settings
 from subquad.core.console import err, out
 from subquad.core.options import split_list
-from subquad.tasks import SUITES, describe
+from subquad.tasks import SUITES, check_settings
+from subquad.training.rates import parse_rates, take_rates
 
 
 def add_to(app: typer.Typer) -> None:
@@ -52,18 +53,17 @@ def compare(
     """
     specs = split_list(attention)
     names = SUITES.get(task, (task,))
-    for spec in specs:
+    chosen, bracket = take_rates(settings or ())
+    bracket = bracket if rates is None else parse_rates(rates)
+    for spec in specs:  # what is wrong is refused at once, before torch is imported
         check_name(spec)
     for name in names:
-        describe(name)  # an unknown task is refused at once
+        check_settings(name, chosen)
     from subquad.training.quiet import quiet
 
     quiet()
     from subquad.training.compare import Comparison, check, prepare
-    from subquad.training.rates import parse_rates, take_rates
 
-    chosen, bracket = take_rates(settings or ())
-    bracket = bracket if rates is None else parse_rates(rates)
     where = folder or Path("out/compare") / task
     comparisons = [
         Comparison(name, specs, where / name if task in SUITES else where, recipe, chosen, seeds, data, rates=bracket)

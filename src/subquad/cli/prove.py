@@ -11,6 +11,7 @@ from rich.text import Text
 from subquad.cli.analyze import EXTRA, Sets, imported, read_arguments, source_of
 from subquad.cli.plot import Causal
 from subquad.core.console import out
+from subquad.core.numbers import steps_per_unit
 
 FUNCTIONS = (
     "reverse, sum, mean, product, sort, max, sine, cumsum, first, cummax, wave"  # `theory.functions`; torch-free
@@ -48,6 +49,7 @@ def prove(
     The exit code is 1 if a stage does not hold.
     """
     source, _ = source_of(*read_arguments(spec, context.args), sets)
+    steps_per_unit(delta)  # refused before torch is imported
     from subquad.theory import proof
 
     target = imported(function) if function and ":" in function else function

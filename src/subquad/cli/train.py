@@ -13,7 +13,7 @@ from subquad.attention.registry import check_name
 from subquad.cli.listing import print_rows
 from subquad.core.console import out
 from subquad.core.options import fields
-from subquad.tasks import available, describe, task_class
+from subquad.tasks import available, check_settings, describe, task_class
 from subquad.tasks import task as make_task
 
 Settings = Annotated[
@@ -63,6 +63,7 @@ def train(
     """
     specs = split_attention(attention)
     check_name(attention)
+    check_settings(task, settings or ())
     run = make_run(task, specs, recipe, settings, seed, folder, data)
     from subquad.training.run import main_process
     from subquad.training.run import train as start

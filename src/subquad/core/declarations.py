@@ -35,8 +35,8 @@ def declared(entry: str | type, names: Sequence[str]) -> dict[str, Any]:
 
 def _look_up(module: str, cls: str, name: str) -> Any:
     """The attribute of a class, or of the first base class that has it."""
-    definition = _definition(module, cls)
-    for key, value in _attributes(definition):
+    definition = class_definition(module, cls)
+    for key, value in attributes(definition):
         if key == name:
             return _value(module, value)
     for base in definition.bases:
@@ -47,8 +47,8 @@ def _look_up(module: str, cls: str, name: str) -> Any:
     raise Unreadable(f"{module}:{cls} has no {name}")
 
 
-def _attributes(definition: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None]]:
-    """What the body of a class assigns, the last first; None for what only a running program knows."""
+def attributes(definition: ast.ClassDef | ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
+    """What the body of a class or a module assigns, the last first; None for what only a running program knows."""
     for node in reversed(definition.body):
         if isinstance(node, ast.FunctionDef):
             yield node.name, None
@@ -68,7 +68,7 @@ def _value(module: str, node: ast.expr | None) -> Any:
         raise Unreadable
     if isinstance(node, ast.Call) and not node.args:
         origin = _origin(module, node.func)
-        fields = _attributes(_definition(*origin))
+        fields = attributes(class_definition(*origin))
         defaults = {name: _value(origin[0], value) for name, value in fields if value is not None}
         return {**defaults, **{word.arg: _value(module, word.value) for word in node.keywords}}
     try:
@@ -78,28 +78,30 @@ def _value(module: str, node: ast.expr | None) -> Any:
 
 
 def _origin(module: str, node: ast.expr) -> tuple[str, str]:
-    """Where a name used in a module is defined: (module, name)."""
     if not isinstance(node, ast.Name):
         raise Unreadable
-    for statement in _tree(module).body:
-        if isinstance(statement, ast.ClassDef) and statement.name == node.id:
-            return module, node.id
+    return origin(module, node.id)
+
+
+def origin(module: str, name: str) -> tuple[str, str]:
+    """Where a name used in a module is defined: (module, name)."""
+    for statement in module_tree(module).body:
         if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
             for alias in statement.names:
-                if (alias.asname or alias.name) == node.id:
+                if (alias.asname or alias.name) == name:
                     return statement.module, alias.name
-    raise Unreadable
+    return module, name
 
 
-def _definition(module: str, cls: str) -> ast.ClassDef:
-    for node in _tree(module).body:
+def class_definition(module: str, cls: str) -> ast.ClassDef:
+    for node in module_tree(module).body:
         if isinstance(node, ast.ClassDef) and node.name == cls:
             return node
     raise Unreadable
 
 
 @lru_cache(maxsize=64)
-def _tree(module: str) -> ast.Module:
+def module_tree(module: str) -> ast.Module:
     try:
         found = find_spec(module)
         if found is None or found.origin is None:

@@ -24,10 +24,12 @@ def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a `name` that no `kind` has: the nearest names, and all of them or the command that shows them."""
     known = list(known)
-    near = nearest(name, known, 3)
+    near = nearest(name, known, 3) if name else []
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     every = f"`{SHOWN_BY[kind]}` shows all {len(known)}" if kind in SHOWN_BY else f"available: {', '.join(known)}"
-    return ValueError(f"unknown {kind} {name!r}{hint} ({every})")
+    return ValueError(
+        f"unknown {kind} {name!r}{hint} ({every})" if name else f"the name of the {kind} is missing ({every})"
+    )
 
 
 def look_up(kind: str, name: str, table: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from operator import index
 from statistics import linear_regression
 
@@ -16,6 +17,17 @@ def root(n: int) -> int:
 def triangle(n: int) -> int:
     """1 + 2 + … + n: the pairs (i, j) with j ≤ i."""
     return n * (n + 1) // 2
+
+
+def steps_per_unit(delta: Fraction | float | str) -> int:
+    """1/δ as an integer; the lemmas of Yun et al. need δ = 1/2, 1/3, 1/4 …"""
+    try:
+        exact = Fraction(delta).limit_denominator(10**6)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"delta must be a fraction such as 1/2 or 0.5, not {delta!r}") from None
+    if exact <= 0 or exact.numerator != 1 or exact.denominator < 2:
+        raise ValueError(f"delta is {delta}; 1/delta must be an integer ≥ 2 (Lemma 7)")
+    return exact.denominator
 
 
 def is_symbolic(n: int) -> bool:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call, Record, _checked_seed, _clean, draw_seed, repeat_heads
+from subquad.attention.base import Attention, Call, Record, _checked_seed, draw_seed
+from subquad.attention.rows import clean, repeat_heads
 from subquad.core.hashing import seed_from
 from subquad.distributed import exchange, merging, ring
 from subquad.distributed.groups import Group
@@ -157,7 +158,7 @@ class Across:
             raise ValueError(f"{module.name}: a divided sequence attends to itself; q has {q.shape[2]}, k {k.shape[2]}")
         layout = self.layout(module, q.shape[2], len(q), key_mask)
         call = self._call(module, layout, seed)
-        q, k, v = _clean(q, k, v, None if layout.key_mask is None else layout.take(layout.key_mask))
+        q, k, v = clean(q, k, v, None if layout.key_mask is None else layout.take(layout.key_mask))
         if not module.grouped:
             k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
 

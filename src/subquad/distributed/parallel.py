@@ -226,7 +226,8 @@ class _Hooks:
         if shifted is None and (labels is None or labels.shape[:2] != main.shape[:2] or labels.is_floating_point()):
             return False
         names = _parameters(model)
-        takes = set(names) | ({"shift_labels", "num_items_in_batch"} if names[-1:] == ["**"] else set())
+        takes = {*names, *getattr(model.forward, "unseen", ())}
+        takes |= {"shift_labels", "num_items_in_batch"} if names[-1:] == ["**"] else set()
         if shifted is None and _is_causal(model) and "shift_labels" in takes:
             whole = layout.joined(labels)
             shifted = layout.take(nn.functional.pad(whole[:, 1:], (0, 1), value=IGNORED)).contiguous()

@@ -25,7 +25,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from subquad.attention.base import Attention, repeat_heads
+from subquad.attention.base import Attention
+from subquad.attention.rows import repeat_heads
 from subquad.hf.naming import NAME
 
 UNKNOWN_TERMS = {  # what other attention functions are handed and no mechanism has a place for

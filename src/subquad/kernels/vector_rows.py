@@ -98,6 +98,26 @@ def add_row(typingctx, factor, a, b, count) -> Any:
 
 
 @intrinsic
+def larger_row(typingctx, kind, a, b, count) -> Any:
+    """a = max(a, b), NaN where one of them is."""
+
+    def emit(context, builder, signature, arguments):
+        e = Emitter(context, builder, kind)
+        _, a, b, count = arguments
+
+        def step(j, nothing):
+            x, y = e.load(e.place(a, j)), e.load(e.place(b, j))
+            wins = builder.or_(builder.fcmp_ordered(">", x, y), builder.fcmp_unordered("uno", x, x))
+            e.store(builder.select(wins, x, y), e.place(a, j))
+            return []
+
+        e.loop(count, e.lanes, [], step)
+        return context.get_dummy_value()
+
+    return types.void(kind, types.intp, types.intp, types.intp), emit
+
+
+@intrinsic
 def fill_row(typingctx, value, a, count) -> Any:
     """a = value."""
 

@@ -7,7 +7,7 @@ every combination of types that it is called with; a loop of a few lines, the sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -21,7 +21,8 @@ from subquad.kernels.parallel import FAST, inline, kernel, launch
 class Workers:
     """A kernel: `function(worker, workers, arguments)`, which begins with `first, second, … = arguments[0]`.
 
-    Whole numbers arrive as int64 (np.uint64 as such), others as float64, tuples and arrays as they are.
+    Whole numbers arrive as int64 (np.uint64 as such), others as float64, tuples and arrays as they are; what is
+    `Described` as if it stood there itself.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -47,12 +48,27 @@ class Workers:
         return numba.cfunc(signature, cache=True, fastmath=FAST, error_model="numpy")(self.function)
 
 
+class Described(NamedTuple):
+    """Arguments that many calls are given: looked at once."""
+
+    kinds: tuple
+    words: list[int]
+    arguments: tuple  # they must not go before the last call
+
+    @classmethod
+    def of(cls, *arguments: Any) -> Described:
+        return cls(*_described(arguments), arguments)
+
+
 def _described(arguments: tuple) -> tuple[tuple, list[int]]:
     """The kinds of some arguments, and their words in memory."""
     kinds: list[Any] = []
     words: list[int] = []
     for x in arguments:
-        if isinstance(x, np.ndarray):
+        if isinstance(x, Described):
+            kinds += x.kinds
+            words += x.words
+        elif isinstance(x, np.ndarray):
             kinds.append((x.dtype, x.ndim, x.flags.c_contiguous))
             words += (0, 0, x.size, x.itemsize, x.ctypes.data, *x.shape, *x.strides)
         elif isinstance(x, tuple):
@@ -80,6 +96,22 @@ def _type(kind: Any) -> Any:
 @inline
 def keep(*arrays):
     """At the end of a kernel that has used arrays by their addresses: Numba frees an array after its last use."""
+
+
+def queue() -> np.ndarray:
+    """The number of the next task, which the workers of one call share: who is done takes it, see `following`."""
+    return np.zeros(1, dtype=np.int64)
+
+
+@intrinsic
+def following(typingctx, address) -> Any:
+    """The number at the address of a queue, which is one larger from then on: no two workers get the same."""
+
+    def emit(context, builder, signature, arguments):
+        place = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(types.intp), emit
 
 
 @intrinsic

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
-from subquad.attention.base import Record, draw_seed, repeat_heads
+from subquad.attention.base import Record, draw_seed
 from subquad.attention.registry import attention as make_attention
+from subquad.attention.rows import repeat_heads
 from subquad.models.cache import StateLayer
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import separate_projections
@@ -128,7 +129,7 @@ class AttentionLayer(nn.Module):
                 about = (x, keys, keys, project, key_mask, drawn)
                 y, record = mechanism.attend_tokens(*about, want_record=want_record)  # (B, n, H·d)
             else:
-                rows = (lambda bucket: project.of_rows(bucket, len(x)), drawn)
+                rows = (lambda bucket: project.of_rows(bucket, x.shape[0]), drawn)
                 y, record = attend_packed(packing, mechanism, (x, x, x), *rows, want_record=want_record)
         weights = None
         if want_weights:
@@ -156,7 +157,7 @@ class AttentionLayer(nn.Module):
             if packing is None:
                 return self.out_proj(state.extend(self.attention, x, project, key_mask, drawn))
             (bucket,) = packing.buckets
-            rows = (bucket.rows(x), project.of_rows(bucket, len(x)), bucket.mask)
+            rows = (bucket.rows(x), project.of_rows(bucket, x.shape[0]), bucket.mask)
             y = state.extend(self.attention, *rows, drawn)
             if bucket.slots.shape[1] < x.shape[1]:
                 state.skip(key_mask)
@@ -222,13 +223,16 @@ def weights_at_hand(module: nn.Module) -> Iterator[None]:
     """Load what accelerate has offloaded, for the whole of `module`.
 
     Its hooks load the parameters of a module when that module is called. The parts of a mechanism are not all called
-    (lists of parameters cannot be), so their hooks are run here.
+    (lists of parameters cannot be), so their hooks are run here, once: a part that is called meanwhile would take its
+    parameters away from others that read them.
     """
-    hooked = [part for part in module.modules() if hasattr(part, "_hf_hook")]
-    for part in hooked:
+    hooked = [(part, part.forward) for part in module.modules() if hasattr(part, "_hf_hook")]
+    for part, _ in hooked:
         part._hf_hook.pre_forward(part)
+        part.forward = part._old_forward
     try:
         yield
     finally:
-        for part in hooked:
+        for part, forward in hooked:
+            part.forward = forward
             part._hf_hook.post_forward(part, None)

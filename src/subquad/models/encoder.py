@@ -10,15 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
-from transformers.utils import can_return_tuple
 
 from subquad.attention.base import Attention
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_positions
 from subquad.models.cache import SubquadCache, begun_anew, lengths_of, with_state_layers
 from subquad.models.config import SubquadConfig
-from subquad.models.loading import of_today, read_old, renew
-from subquad.models.outputs import BackboneOutput, BlockOutput, collect
+from subquad.models.loading import count_shared, of_today, read_old, renew
+from subquad.models.outputs import BackboneOutput, BlockOutput, collect, returns_output
 from subquad.packing import packing_of, sequence_positions, without_gaps
 
 STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two layers
@@ -35,6 +34,10 @@ class SubquadPreTrainedModel(PreTrainedModel):
     closes_gaps = True  # padding between tokens: attention sees the real ones together (`subquad.packing`)
     _supports_sdpa = True  # the mechanisms choose their own kernels; the flag is transformers' way of asking
     _no_split_modules: ClassVar[list[str]] = ["Block", "DecoderBlock"]
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        self.register_load_state_dict_post_hook(count_shared)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Called for the parts of a model, the innermost first: a part has the last word about what is inside it."""
@@ -252,7 +255,7 @@ class SubquadModel(Stack):
         causal = config.is_decoder
         super().__init__(config, [Block(config, index, causal=causal) for index in range(config.num_hidden_layers)])
 
-    @can_return_tuple
+    @returns_output
     def forward(
         self,
         input_ids: Tensor | None = None,

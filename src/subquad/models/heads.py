@@ -5,12 +5,12 @@ A head's loss is that of its task plus λ · the auxiliary loss of its mechanism
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.utils import can_return_tuple
 
 from subquad.distributed.layouts import Layout, current
 from subquad.distributed.parallel import total
@@ -20,7 +20,7 @@ from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel, real_to
 from subquad.models.generation import CachedGenerationMixin
 from subquad.models.loading import BIAS, OLD_BIAS
 from subquad.models.losses import IGNORED, average, binary_cross_entropy, cross_entropy, squared_error
-from subquad.models.outputs import BackboneOutput, Scores
+from subquad.models.outputs import BackboneOutput, Scores, returns_output
 from subquad.packing import Packing, packing_of
 
 TIED = {"lm_head.weight": "encoder.embeddings.tokens.weight"}
@@ -36,7 +36,7 @@ class Head(SubquadPreTrainedModel):
         super().__init__(config)
         self.encoder = SubquadModel(config)
 
-    @can_return_tuple
+    @returns_output
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -104,7 +104,7 @@ class SubquadForCausalLM(Head, CachedGenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @can_return_tuple
+    @partial(returns_output, unseen=("shift_labels",))
     def forward(
         self,
         input_ids: Tensor | None = None,

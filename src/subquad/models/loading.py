@@ -51,6 +51,13 @@ def _keys(file: str) -> list[str]:
     return list(load_state_dict(file))
 
 
+def count_shared(model: nn.Module, result: Any) -> None:
+    """After `load_state_dict`: a tensor with several names is in a checkpoint under one of them; no name is missing."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(tensor) for name, tensor in named.items() if name not in result.missing_keys}
+    result.missing_keys[:] = [name for name in result.missing_keys if id(named.get(name)) not in loaded]
+
+
 def renew(mechanism: Attention) -> None:
     """Give a mechanism the parameters and buffers of a new one, except those that a checkpoint has filled."""
     if next(chain(mechanism.parameters(), mechanism.buffers()), None) is None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, can_return_tuple
 
 from subquad.models.attention import Record
 
@@ -81,3 +82,17 @@ def collect(records: Sequence[Record | BlockOutput]) -> dict[str, Any]:
         "auxiliary_loss": torch.stack(auxiliary).mean() if auxiliary else None,
         "statistics": None if all(one is None for one in statistics) else statistics,
     }
+
+
+def returns_output(forward: Callable[..., Any], unseen: tuple[str, ...] = ()) -> Any:
+    """`forward` also takes `return_dict`: False is a tuple, None what the configuration says.
+
+    The signature says so too, for those who bind arguments to it before they call (transformers' exporters do). It
+    leaves out `unseen`: Trainer evaluates a loss only if a batch has everything that is called a label there.
+    """
+    wrapped: Any = can_return_tuple(forward)
+    own = inspect.signature(forward)
+    shown = [parameter for name, parameter in own.parameters.items() if name not in unseen]
+    choice = inspect.Parameter("return_dict", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="bool | None")
+    wrapped.__signature__, wrapped.unseen = own.replace(parameters=[*shown, choice]), unseen
+    return wrapped

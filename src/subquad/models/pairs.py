@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.utils import can_return_tuple
 
 from subquad.models.blocks import Glorot
 from subquad.models.config import SubquadConfig
 from subquad.models.heads import Head, pool
-from subquad.models.outputs import Scores
+from subquad.models.outputs import Scores, returns_output
 
 
 class PairClassifier(Glorot):
@@ -44,7 +43,7 @@ class SubquadForPairClassification(Head):
         self.norm = GlobalBatchNorm(config.hidden_size, affine=False)  # two texts a pair: never a batch of one
         self.post_init()
 
-    @can_return_tuple
+    @returns_output
     def forward(
         self,
         input_ids: Tensor | None = None,

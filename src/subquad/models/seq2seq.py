@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
-from transformers.utils import can_return_tuple
 
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block
@@ -20,7 +19,7 @@ from subquad.models.encoder import Stack, SubquadModel, SubquadPreTrainedModel, 
 from subquad.models.generation import CachedGenerationMixin
 from subquad.models.heads import with_auxiliary
 from subquad.models.losses import IGNORED, average, cross_entropy
-from subquad.models.outputs import BackboneOutput, BlockOutput, Seq2SeqScores
+from subquad.models.outputs import BackboneOutput, BlockOutput, Seq2SeqScores, returns_output
 
 TABLE = "encoder.embeddings.tokens.weight"
 
@@ -63,7 +62,7 @@ class Decoder(Stack):
         layers = config.num_hidden_layers  # as many as the encoder has, and counted after them
         super().__init__(config, [DecoderBlock(config, index) for index in range(layers)], first_layer=layers)
 
-    @can_return_tuple
+    @returns_output
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -110,7 +109,7 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, CachedGenerationMi
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.encoder.embeddings.tokens = self.decoder.embeddings.tokens = value
 
-    @can_return_tuple
+    @returns_output
     def forward(
         self,
         input_ids: Tensor | None = None,

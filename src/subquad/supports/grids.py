@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
-import torch
-
 from subquad.core.numbers import root
 from subquad.supports.partitions import Group, GroupSet, Partition
 from subquad.supports.parts import FAR, Grid, Part, Plan, diagonal, make_plan
-from subquad.supports.support import Support, parse
+from subquad.supports.support import Support, constant_of_graphs, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +250,7 @@ class AxialMixture(Support):
         return make_plan(parts if which == "direct" else parts + group_parts(n, c, causal, every, 1), n)
 
 
-@torch.compiler.assume_constant_result
+@constant_of_graphs
 def mixture_text(texts: tuple[str, ...]) -> str:
     """The text of the mixture of some axial plans, given by theirs: a constant of a compiled graph."""
     plans = [cast(Axial, parse(text)) for text in texts]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from subquad.supports.kept import Kept, Ranges
-from subquad.supports.support import GivenSupport, Support, parse
+from subquad.supports.support import GivenSupport, Support, constant_of_graphs, parse
 
 POOLED = -1  # Group.query_position: the local query is the pool of the members' queries
 
@@ -259,7 +259,7 @@ def _index_sets(plan: IndexSets, n: int) -> tuple[list[tuple[int, ...]], list[li
     return kept, [[Group(members) for members in sets if members] for sets in cut]
 
 
-@torch.compiler.assume_constant_result
+@constant_of_graphs
 def group_sets_of(text: str, n: int) -> tuple[GroupSet, ...]:
     """The group sets of a partition for length n: constants of a compiled graph."""
     return cast(Partition, parse(text)).group_sets(n)

@@ -97,6 +97,14 @@ class Part:
     numbers: Grid | None = None  # which keys of the whole source they are; None = those where they are stored
     fresh: bool = False  # no earlier part has touched these queries (set by `make_plan`)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept: masks are looked up by their part in every call."""
+        return hash((self.queries, self.keys, self.source, self.positions, self.rule, self.lo, self.hi))
+
     @cached_property
     def placed(self) -> Grid:
         return self.keys if self.positions is None else self.positions

@@ -65,11 +65,25 @@ class Shard(Support):
         return _needed(self, n, which)
 
 
-def last_rows(text: str, which: str, first: int, n: int, sources: int) -> tuple[str, str]:
-    """The support and the plan of the queries first … n-1 of a plan alone, for somebody who has all its keys."""
-    if first == 0:
-        return text, which
-    return Shard(of=text, rows=(first, n), sources=((0, FAR),) * sources).text, f"{which}:local"
+@dataclass(frozen=True, kw_only=True)
+class Tail(Support):
+    """The queries from `first` on of a support with `sources` sources. Keys of source 0 before `first` are a source of
+    their own, behind the others: what was kept of a sequence and what is new need not be stored side by side.
+    """
+
+    of: str
+    first: int
+    sources: int
+
+    def plan(self, n: int, which: str) -> Plan:
+        shard = Shard(of=self.of, rows=(self.first, n), sources=((self.first, FAR), *((0, FAR),) * (self.sources - 1)))
+        found = []
+        for part in _pieces(shard, n, which):
+            for piece, own in _by_owner(part, shard.sources[part.source]):
+                keys = piece.keys if piece.source else piece.keys.moved(-self.first * own)
+                source = piece.source if own else self.sources
+                found.append(replace(_from_here(piece, keys, self.first), source=source, numbers=None))
+        return make_plan(found, n - self.first)
 
 
 @lru_cache(maxsize=256)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from subquad.supports.parts import make_plan, strips
-from subquad.supports.support import Support
+from subquad.supports.support import Support, constant_of_graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class Slices(Support):
         return make_plan(parts + ([] if self.causal else strips(n, size, size, size + reach, source=2)), n)
 
 
-@torch.compiler.assume_constant_result
+@constant_of_graphs
 def slices_text(causal: bool, size: int, reach: int, placed: bool) -> str:
     """The text of slices: a constant of a compiled graph."""
     return Slices(causal=causal, size=size, reach=reach, placed=placed).text

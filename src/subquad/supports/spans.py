@@ -254,10 +254,9 @@ class Tree(Partition):
             inside = begin if top else begin % parent  # tokens before the first one, in its parent
             rows = n if top or not inside else min(n, parent - inside)  # tokens in the parent that has begun
             if top or inside:
-                old, new = inside // size, (inside + rows) // size  # complete blocks
-                ends = range((old + 1) * size - 1 - inside, new * size - inside, size)
-                parts += rows_to_keys(range(rows), range(old), source=level)
-                parts += rows_to_keys(range(rows), range(old, new), positions=ends, source=level, hi=-1)
+                complete = (inside + rows) // size
+                ends = range(size - 1 - inside, complete * size - inside, size)  # counted from the first token
+                parts += rows_to_keys(range(rows), range(complete), positions=ends, source=level, hi=-1)
             if not top:
                 first = rows if inside else 0  # the parents that begin among the n tokens
                 parts += [

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-import torch
-
 from subquad.supports.parts import Plan
+
+Function = TypeVar("Function")
 
 _GIVEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # supports that are made of a user's own functions
 _NUMBERS = count()
@@ -64,7 +64,16 @@ class GivenSupport(Support):
         return {key: value for key, value in self.__dict__.items() if key != "_number"}
 
 
-@torch.compiler.assume_constant_result
+def constant_of_graphs(function: Function) -> Function:
+    """A decorator: what the function returns is a constant of compiled graphs.
+
+    It is torch.compiler.assume_constant_result, which imports torch._dynamo, and that takes as long as importing torch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_of_graphs
 def text_of(support: Support, n: int | None = None) -> str:
     """The text of a support, with open sizes decided for length n: a constant of a compiled graph."""
     return (support if n is None else support.sized(n)).text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from subquad.core.declarations import declared
 from subquad.core.names import look_up, unknown
+from subquad.core.source_options import options_class
 
 if TYPE_CHECKING:
     from subquad.tasks.base import Task
@@ -61,6 +63,18 @@ def describe(name: str) -> dict[str, Any]:
     if name not in _TASKS:
         raise unknown("task", name, _TASKS)
     return {"name": name, **declared(_TASKS[name], ("title", "head", "metric", "larger_is_better", "needs_data"))}
+
+
+def check_settings(name: str, settings: Iterable[str] = ()) -> None:
+    """Refuse a task that does not exist, and settings that no recipe of it has, as far as the source text of its class
+    tells: torch need not be imported.
+    """
+    entry = _TASKS.get(name)
+    if entry is None:
+        raise unknown("task", name, _TASKS)
+    recipe = options_class(entry, "recipes") if settings and isinstance(entry, str) else None
+    if recipe is not None:
+        recipe().changed(name, settings)  # type: ignore[attr-defined]
 
 
 def task_class(name: str) -> type[Task]:

@@ -137,7 +137,7 @@ def parametrize_with_checks(*specs: str) -> Callable:
 def check_attention(
     spec: str | Callable[[bool], Any],
     *,
-    only: Sequence[str] | None = None,
+    only: str | Sequence[str] | None = None,
     definition: Callable[..., Any] | None = None,
     capabilities: Capabilities | None = None,
     progress: bool | None = None,
@@ -158,6 +158,7 @@ def check_attention(
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: torch finds no GPU here (subquad doctor shows what it finds)")
+    only = [only] if isinstance(only, str) else only
     unknown = set(only or ()) - set(CHECKS)
     if unknown:
         raise ValueError(f"only: no check is called {', '.join(sorted(unknown))} (checks: {', '.join(CHECKS)})")

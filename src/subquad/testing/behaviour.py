@@ -131,7 +131,7 @@ def compiles(case: Case, any_length: bool | None = None) -> None:
 
 
 def copies_and_seeds(case: Case) -> None:
-    """state_dict, pickle and deepcopy round trips; the same seed gives the same result."""
+    """state_dict, pickle and deepcopy round trips; a result follows from the inputs and the seed alone."""
     module, xs = case.make(), case.inputs(33)
     base = case.run(module, xs)
     other = case.make()
@@ -145,6 +145,10 @@ def copies_and_seeds(case: Case) -> None:
     ):
         assert torch.equal(case.run(twin, xs), base), f"{what}: the copy gives another result"
     assert torch.equal(case.run(module, xs), base), "the same seed gives another result"
+    if not case.able.stochastic:
+        assert torch.equal(case.run(module, xs, seed=5), base), (
+            "two calls with the same inputs differ: a call draws from torch's generator"
+        )
 
 
 def dropout_is_fair(case: Case) -> None:

@@ -83,8 +83,8 @@ class Case:
         made = [torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu") for _ in self.names]
         return [x.to(self.device, dtype) for x in made]
 
-    def run(self, module: Any, inputs: Sequence[Tensor], key_mask: Tensor | None = None) -> Tensor:
-        torch.manual_seed(2)  # what samples, samples the same in every run
+    def run(self, module: Any, inputs: Sequence[Tensor], key_mask: Tensor | None = None, seed: int = 2) -> Tensor:
+        torch.manual_seed(seed)  # what samples, samples the same in every run
         if not self.is_layer:
             return module(*inputs, key_mask=key_mask)
         padding = None if key_mask is None else ~key_mask

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from subquad.core.numbers import steps_per_unit
 from subquad.theory.sets import Support, read
 
 
@@ -55,17 +56,6 @@ class Blocks:
     @property
     def total(self) -> int:
         return self.quantisation + self.context + self.values
-
-
-def steps_per_unit(delta: Fraction | float | str) -> int:
-    """1/δ as an integer; the lemmas need δ = 1/2, 1/3, 1/4 …"""
-    try:
-        exact = Fraction(delta).limit_denominator(10**6)
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"delta must be a fraction such as 1/2 or 0.5, not {delta!r}") from None
-    if exact <= 0 or exact.numerator != 1 or exact.denominator < 2:
-        raise ValueError(f"delta is {delta}; 1/delta must be an integer ≥ 2 (Lemma 7)")
-    return exact.denominator
 
 
 def sparse_blocks(n: int, d: int, delta: Fraction | float | str, p: int, s: int) -> Blocks:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from subquad.core.numbers import steps_per_unit
 from subquad.theory.assumptions import missing_loop
 from subquad.theory.combiner import suitable_order
 from subquad.theory.construction import (
@@ -36,7 +37,6 @@ from subquad.theory.construction import (
     run,
     selective_shifts,
 )
-from subquad.theory.counting import steps_per_unit
 from subquad.theory.functions import Function, evaluate_exactly, named
 from subquad.theory.hamiltonian import hamiltonian_path
 from subquad.theory.hops import hops

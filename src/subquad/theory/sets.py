@@ -29,7 +29,7 @@ from subquad.attention.base import Attention
 from subquad.attention.patterns import as_masks
 from subquad.attention.registry import for_length
 from subquad.probability import ProbabilityMap
-from subquad.supports.patterns import Csr, Pattern, csr_of_mask
+from subquad.supports.pattern import Csr, Pattern, csr_of_mask
 
 LAYOUTS = ("sequential", "union", "multihead")
 VIEWS = ("map", "summaries", "sampled", "other")  # how the weights of a mechanism come about; see `Support.view`

@@ -9,7 +9,7 @@ from typing import Any
 
 from subquad.attention.registry import available, for_length, mechanism
 from subquad.core.options import fields
-from subquad.supports.patterns import Pattern
+from subquad.supports.pattern import Pattern
 from subquad.theory.assumptions import Verdict, check
 from subquad.theory.counting import connections, growth, slope, sparsity
 from subquad.theory.sbm import lemma2

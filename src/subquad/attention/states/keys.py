@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.states.attending import attend_runs
-from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, write
+from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, put, shifted, taken, write
 from subquad.core.hashing import dropout_factors
 from subquad.supports.kept import Kept, Ranges
 
@@ -125,15 +125,12 @@ class Keys(Memory):
             elif one.step > 1 or one.size:
                 begin = max(one.start, one.start - (one.start - first) // one.step * one.step)
                 end = min(stop, one.start + one.size * one.step) if one.size else stop
-            taken = range(begin, end, one.step)
-            at = begin
-            for own in one.slices(taken):
-                many = own.stop - own.start
-                for name, x in (("k", chunk.k), ("v", chunk.v)):
-                    new = x[:, :, at - first : at - first + (many - 1) * one.step + 1 : one.step]
-                    buffers[name][:, :, start + own.start : start + own.stop] = new
-                buffers["real"][:, start + own.start : start + own.stop] = True
-                at += many * one.step
+            entries = range(begin, end, one.step)
+            if entries:
+                runs, own = shifted(one.slices(entries), start), slice(begin - first, entries[-1] - first + 1, one.step)
+                news = {"k": chunk.k[:, :, own], "v": chunk.v[:, :, own]}
+                news["real"] = buffers["real"].new_ones(len(chunk.k), len(entries))
+                buffers |= {name: put(buffers[name], runs, x) for name, x in news.items()}
         return buffers
 
     def _one(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, i: int) -> tuple[Tensor, Buffers]:
@@ -144,7 +141,7 @@ class Keys(Memory):
         for number, entries in self.ranges(i) or []:
             index = self.order[number]
             start = self.offsets[index]
-            runs += [slice(start + own.start, start + own.stop) for own in self.kept[index].slices(entries)]
+            runs += shifted(self.kept[index].slices(entries), start)
         return attend_runs(chunk.q, buffers["k"], buffers["v"], runs, module.options.softmax_scale), buffers
 
     def written_run(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, first: int) -> Buffers:
@@ -162,17 +159,12 @@ class Keys(Memory):
         assert self.begin is not None
         begin = self.begin(length)
         assert begin is not None
-        slots = [torch.arange(0)]
+        runs = []
         for one, start in zip(self.kept, self.offsets, strict=True):
             entries = range(begin, length) if one.ring else range(min(one.size, length))
-            slots += [torch.arange(start + own.start, start + own.stop) for own in one.slices(entries)]
-        place = torch.cat(slots).to(chunk.q.device)
-        k, v = (torch.cat((buffers[name][:, :, place], x), 2) for name, x in (("k", chunk.k), ("v", chunk.v)))
-        real = torch.cat((buffers["real"][:, place], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
-        out = module.attend_last(chunk.q, k, v, None if bool(real.all()) else real)
-        before = chunk.position[:, 0]
-        if torch.is_grad_enabled():
-            return out, self._written(module, chunk, buffers, before, before + chunk.added)
+            runs += shifted(one.slices(entries), start)
+        k, v, real = (taken(buffers[name], runs) for name in ("k", "v", "real"))
+        out = module.attend_last(chunk.q, [chunk.k, k], [chunk.v, v], None if bool(real.all()) else real)
         return out, self.write_run(chunk, buffers, length)
 
     def empty(self, chunk: Chunk) -> Buffers:

@@ -205,6 +205,32 @@ def read(buffer: Tensor, slot: Tensor) -> Tensor:
     return buffer.gather(buffer.dim() // 2, slot)
 
 
+def shifted(runs: list[slice], by: int) -> list[slice]:
+    """Runs of slots, `by` slots further on."""
+    return [slice(run.start + by, run.stop + by) for run in runs]
+
+
+def taken(buffer: Tensor, runs: list[slice]) -> Tensor:
+    """The slots of these runs of a buffer (B, H, m, d) or (B, m): a view where they are one run."""
+    dim = buffer.dim() // 2
+    pieces = [buffer.narrow(dim, run.start, run.stop - run.start) for run in runs]
+    if not pieces:
+        return buffer.narrow(dim, 0, 0)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def put(buffer: Tensor, runs: list[slice], new: Tensor) -> Tensor:
+    """The buffer with `new` in the slots of these runs, one run behind the other; in place as in `write`."""
+    dim = buffer.dim() // 2
+    if torch.is_grad_enabled() or buffer.requires_grad:
+        place = torch.cat([torch.arange(run.start, run.stop, device=buffer.device) for run in runs])
+        return buffer.index_copy(dim, place, new.to(buffer.dtype))
+    pieces = new.split([run.stop - run.start for run in runs], dim) if len(runs) > 1 else (new,)
+    for run, piece in zip(runs, pieces, strict=True):
+        buffer.narrow(dim, run.start, run.stop - run.start).copy_(piece)
+    return buffer
+
+
 def grown(buffer: Tensor, wanted: int, dim: int) -> Tensor:
     """The buffer with at least `wanted` places along `dim`, or an eighth more: growing costs a constant per token."""
     have = buffer.shape[dim]

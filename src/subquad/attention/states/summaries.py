@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from subquad.attention.states.keys import Keys
-from subquad.attention.states.state import Buffers, Chunk, read, write
+from subquad.attention.states.state import Buffers, Chunk, put, read, shifted, taken, write
 from subquad.attention.states.sums import every_head
 from subquad.kernels.merge import merge_attention
+from subquad.kernels.pools.summaries import span_summaries, takes
 from subquad.supports.kept import Kept, recent
+from subquad.supports.shards import Tail
+from subquad.supports.spans import Fixed
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -74,14 +77,10 @@ class Summaries(Keys):
         return buffers
 
     def _run_written(self, chunk: Chunk, buffers: Buffers, first: int) -> Buffers:
-        buffers, ring = self.write_run(chunk, buffers, first), self.queries
-        stop, q = first + chunk.q.shape[2], self._mean_query(chunk.q)
-        at = max(first, stop - ring.size)
-        for own in ring.slices(range(at, stop)):
-            many = own.stop - own.start
-            buffers["q"][:, :, own] = q[:, :, at - first : at - first + many]
-            at += many
-        return buffers
+        buffers, stop, size = self.write_run(chunk, buffers, first), first + chunk.q.shape[2], self.queries.size
+        begin = max(first, stop - size)
+        q = self._mean_query(chunk.q[:, :, begin - first :])
+        return buffers | {"q": put(buffers["q"], self.queries.slices(range(begin, stop)), q)}
 
     def _completed(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
         """The buffers with the summaries of what is complete now."""
@@ -116,75 +115,69 @@ class Summaries(Keys):
         return super().has_fast_path(module, chunk, state) and self.partition.begin(int(state.length[0])) >= self.skip
 
     def continued(self, module, chunk, buffers, length):
-        """As one call does it, from the first token that is still seen directly: the tokens from there on, of every
-        level the blocks that are still seen and those that are complete now, and the sinks.
+        """As one call does it, without a copy of the new tokens: they attend to each other, to the tokens that are kept
+        and still seen, of every level to the blocks still seen and those that are complete now, and to the sinks.
         """
         every, stop, begin = self._with_heads(chunk), length + chunk.q.shape[2], self.partition.begin(length)
         buffers = self.reserve(buffers, stop)
-        tokens = self._joined(buffers, every, begin, length)
-        sources, below = [(tokens.k, tokens.v, tokens.real)], None
+        sources: list[tuple[Tensor, Tensor, Tensor | None]] = [(every.k, every.v, None)]
+        below: Summary | None = None
         for one in self.levels:
-            buffers, below = self._more_blocks(module, one, buffers, tokens, below, length, stop)
+            buffers, below = self._more_blocks(module, one, buffers, every, below, length, stop)
             sources.append((below.key, below.value, below.count > 0))
-        if self.skip:  # the first row of slots
-            sinks = slice(0, self.skip)
-            sources.append((buffers["k"][:, :, sinks], buffers["v"][:, :, sinks], buffers["real"][:, sinks]))
+        runs = [[slice(0, self.skip)]] if self.skip else []  # the first row of slots
+        runs.append(shifted(self.tokens.slices(range(begin, length)), self._start(self.tokens)))
+        sources += [(taken(buffers["k"], x), taken(buffers["v"], x), taken(buffers["real"], x)) for x in runs]
         keys, values, alive = (list(x) for x in zip(*sources, strict=True))
-        if all(x is None or bool(x.all()) for x in alive):
-            valid = [None] * len(alive)
-        else:
-            alive[0] = torch.ones_like(tokens.position, dtype=torch.bool) if alive[0] is None else alive[0]
-            valid = [x[:, None] for x in alive]  # (B, 1, m)
-        where = (self.partition.text, f"from:{begin // self._branch}", tokens.q.shape[2])
-        out = merge_attention(tokens.q, keys, values, *where, scale=module.options.softmax_scale, valid=valid)
-        if torch.is_grad_enabled():
-            after = torch.full_like(chunk.position[:, 0], stop)
-            buffers = self._tokens_written(module, every, buffers, after - chunk.added, after)
-        else:
-            buffers = self._run_written(every, buffers, length)
-        return out[:, :, length - begin :].to(chunk.q.dtype), buffers
+        whole = all(x is None or bool(x.all()) for x in alive)
+        valid = [None if x is None or whole else x[:, None] for x in alive]  # (B, 1, m)
+        support = Tail(of=self.partition.text, first=length - begin, sources=len(sources) - 1).text
+        where = (support, f"from:{begin // self._branch}", stop - begin)
+        out = merge_attention(every.q, keys, values, *where, scale=module.options.softmax_scale, valid=valid)
+        return out.to(chunk.q.dtype), self._run_written(every, buffers, length)
 
     def _more_blocks(
         self, module: Any, one: Kept, buffers: Buffers, tokens: Chunk, below: Summary | None, length: int, stop: int
     ) -> tuple[Buffers, Summary]:
         """The buffers with the blocks of a level that tokens length … stop-1 complete, and all blocks still seen."""
-        first, last, found = length // one.unit, stop // one.unit, None
-        top = one is self.levels[-1]
+        first, last = length // one.unit, stop // one.unit
+        top, found = one is self.levels[-1], None
+        if last > first and below is not None:
+            found = self._of_all(module, tokens, one, below, last - first)
+        elif last > first:
+            found = self._of_run(module, buffers, tokens, length, first, last)
         seen = 0 if top else length // (one.unit * self._branch) * self._branch
-        if last > first:
-            begin = int(tokens.position[0, 0])
-            own = tokens if below is not None else tokens.part(first * one.unit - begin, last * one.unit - begin)
-            found = self._of_all(module, own, one, below, last - first)
-        series = self._series(buffers, one, seen, first, found)
+        old = None if top else self._kept_blocks(buffers, one, seen, first)
         if found is not None:
-            block = torch.arange(first, last, device=tokens.q.device).expand(len(tokens.q), last - first)
-            buffers = self._put(buffers, one, block, block >= 0, block[:, -1] + 1, found)
-        return buffers, series
+            buffers = self._put_run(buffers, one, first, found)
+            old = None if old is None else _together([old, found])
+        return buffers, self._kept_blocks(buffers, one, seen, last) if old is None else old
 
-    def _joined(self, buffers: Buffers, chunk: Chunk, begin: int, length: int) -> Chunk:
-        """The tokens that are kept, from position `begin` on, and the new ones. Queries of complete spans are not kept:
-        nobody asks what they would find, and others stand in their place.
-        """
-        past = torch.arange(begin, length, device=chunk.q.device)
-        place = self.tokens.slots(past) + self._start(self.tokens)
-        asked = self._every_query(buffers["q"][:, :, self.queries.slots(past)])
-        old = asked, buffers["k"][:, :, place], buffers["v"][:, :, place]
-        q, k, v = (torch.cat((x, y), 2) for x, y in zip(old, chunk[:3], strict=True))  # (B, H, r + t, d)
-        real = torch.cat((buffers["real"][:, place], torch.ones_like(chunk.position, dtype=torch.bool)), 1)
-        position = torch.arange(begin, begin + q.shape[2], device=q.device).expand(len(q), -1)
-        return Chunk(q, k, v, position, None if bool(real.all()) else real, None, chunk.added)
+    def _of_run(self, module: Any, buffers: Buffers, tokens: Chunk, length: int, first: int, last: int) -> Summary:
+        """The spans first … last-1, of which the first may have begun with tokens that are kept."""
+        size, past = self._branch, range(first * self._branch, length)
+        own = shifted(self.tokens.slices(past), self._start(self.tokens))
+        real = taken(buffers["real"], own)
+        query = self._every_query(taken(buffers["q"], self.queries.slices(past)))
+        old = (query, taken(buffers["k"], own), taken(buffers["v"], own))
+        if bool(real.all()):
+            return of_spans(module, old, tokens[:3], last - first, size)
+        head = size - len(past)
+        joined = (torch.cat((x, y[:, :, :head]), 2)[:, :, None] for x, y in zip(old, tokens[:3], strict=True))
+        begun = of_tokens(module, *joined, torch.cat((real, real.new_ones(len(real), head)), 1)[:, None])
+        if last == first + 1:
+            return begun
+        rest = tokens.part(head, last * size - length)
+        return _together([begun, of_spans(module, _nothing(rest), rest[:3], last - first - 1, size)])
 
-    def _series(self, buffers: Buffers, one: Kept, seen: int, first: int, found: Summary | None) -> Summary:
-        """The blocks of a level from number `seen` on: those before `first` are kept, the others `found`."""
-        own = one.slots(torch.arange(seen, first, device=buffers["k"].device))
-        place, top = own + self._start(one), one is self.levels[-1]
-        key, value, real = buffers["k"][:, :, place], buffers["v"][:, :, place], buffers["real"][:, place]
-        query = key if top else buffers[f"q{one.source}"][:, :, own]  # nothing is pooled from the top
-        count = real.long() if top else buffers[f"count{one.source}"][:, own]
-        old = Summary(query, key, value, count)
-        if found is None:
-            return old
-        return Summary(*(torch.cat(pair, min(2, pair[0].dim() - 1)) for pair in zip(old, found, strict=True)))
+    def _kept_blocks(self, buffers: Buffers, one: Kept, first: int, last: int) -> Summary:
+        """The blocks first … last-1 of a level, as they are kept."""
+        own, top = one.slices(range(first, last)), one is self.levels[-1]
+        place = shifted(own, self._start(one))
+        key, value, real = (taken(buffers[name], place) for name in ("k", "v", "real"))
+        if top:
+            return Summary(key, key, value, real)  # nothing is pooled from the top
+        return Summary(taken(buffers[f"q{one.source}"], own), key, value, taken(buffers[f"count{one.source}"], own))
 
     # ---- summaries ----
 
@@ -195,9 +188,9 @@ class Summaries(Keys):
         if below is not None:
             query, key, value = (x[:, :, :cut].unflatten(2, (many, branch)) for x in below[:3])
             return of_summaries(module, query, key, value, below.count[:, :cut].unflatten(1, (many, branch)))
-        q, k, v = (x[:, :, :cut].unflatten(2, (many, branch)) for x in (chunk.q, chunk.k, chunk.v))
         if chunk.real is None and not self.skip:
-            return of_tokens(module, q, k, v, None)
+            return of_spans(module, _nothing(chunk), chunk[:3], many, branch)
+        q, k, v = (x[:, :, :cut].unflatten(2, (many, branch)) for x in chunk[:3])
         real = torch.ones_like(chunk.position, dtype=torch.bool) if chunk.real is None else chunk.real
         real = (real & (chunk.position >= self.skip))[:, :cut].unflatten(1, (many, branch))
         return of_tokens(module, q, k, v, real)
@@ -247,19 +240,68 @@ class Summaries(Keys):
             buffers |= {name: write(buffers[name], slot, x) for name, x in news.items()}
         return buffers
 
+    def _put_run(self, buffers: Buffers, one: Kept, first: int, found: Summary) -> Buffers:
+        """The same for the blocks from number `first` on of all rows; of more than a ring holds the last."""
+        top, stop = one is self.levels[-1], first + found.key.shape[2]
+        begin = max(first, stop - one.size) if one.ring else first
+        own, late = one.slices(range(begin, stop)), begin - first
+        place = shifted(own, self._start(one))
+        news = [("k", place, found.key), ("v", place, found.value), ("real", place, found.count > 0)]
+        if not top:
+            news += [(f"q{one.source}", own, found.query), (f"count{one.source}", own, found.count)]
+        return buffers | {
+            name: put(buffers[name], runs, x.narrow(x.dim() // 2, late, stop - begin)) for name, runs, x in news
+        }
+
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def of_spans(module: Any, past: Three, new: Three, count: int, size: int) -> Summary:
+    """The first `count` spans of `size` tokens, all of them real, of a sequence in two pieces, q, k and v (B, H, ·, d)
+    of less than a span and of what follows.
+    """
+    plain = not module.abstraction.learns and module.abstraction.shared_heads == 1
+    if plain and takes(*past, *new):
+        found = span_summaries(past, new, count, size, module.abstraction.pool, module.options.softmax_scale)
+        return Summary(*found, torch.full((len(new[0]), count), size, device=new[0].device))
+    begun, before = list[Summary](), past[0].shape[2]
+    if before:
+        joined = (torch.cat((x, y[:, :, : size - before]), 2)[:, :, None] for x, y in zip(past, new, strict=True))
+        begun, count = [of_tokens(module, *joined, None)], count - 1
+        new = tuple(x[:, :, size - before :] for x in new)  # type: ignore[assignment]
+    if count:
+        begun.append(_of_whole_spans(module, *(x[:, :, : count * size] for x in new), size))
+    return _together(begun)
+
+
+def _of_whole_spans(module: Any, q: Tensor, k: Tensor, v: Tensor, size: int) -> Summary:
+    """Spans of `size` tokens, (B, H, c·s, d), as one call makes their summaries."""
+    n, features = q.shape[2], module.abstraction(q, k)
+    support = Fixed(causal=True, span=size).text
+    query, key = (_pools(x.unflatten(2, (-1, size)), module.abstraction.pool) for x in features)  # (B, H, c, d)
+
+    def find(x: Tensor) -> Tensor:
+        return merge_attention(query, [k], [x], support, "members:1", n, scale=module.options.softmax_scale)
+
+    key = find(features[1]) if module.abstraction.attended else key
+    return Summary(query, key, find(v), torch.full((len(q), n // size), size, device=q.device))
+
+
+def _nothing(chunk: Chunk) -> Three:
+    """No token, in the form of a chunk's."""
+    return chunk.q[:, :, :0], chunk.k[:, :, :0], chunk.v[:, :, :0]
+
 
 def of_tokens(module: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Summary:
     """Blocks of tokens (B, H, c, s, d), real (B, c, s) or all: pooled queries and keys, and what the query finds."""
     features, scale, pool = module.abstraction(q, k), module.options.softmax_scale, module.abstraction.pool
     if real is None:
-        query, key = (x.amax(3) if pool == "max" else x.mean(3) for x in features)
-        weights = ((k @ query[..., None])[..., 0] * scale).softmax(-1)  # (B, H, c, s)
-        if module.abstraction.attended:
-            key = (weights[..., None, :] @ features[1])[..., 0, :]
         count = torch.full((q.shape[0], q.shape[2]), q.shape[3], device=q.device)
-        return Summary(query, key, (weights[..., None, :] @ v)[..., 0, :], count)
-    count = real.sum(-1)  # (B, c)
-    query, key = (_pooled(x, real.to(q.dtype), count, pool) for x in features)
+        query, key = (_pools(x, pool) for x in features)
+    else:
+        count = real.sum(-1)  # (B, c)
+        query, key = (_pooled(x, real.to(q.dtype), count, pool) for x in features)
     if module.abstraction.attended:
         key = _found(query, k, features[1], real, scale)
     return Summary(query, key, _found(query, k, v, real, scale), count)
@@ -272,6 +314,11 @@ def of_summaries(module: Any, query: Tensor, key: Tensor, value: Tensor, counts:
     return Summary(q, k, _found(q, key, value, counts > 0, module.options.softmax_scale), count)
 
 
+def _pools(x: Tensor, pool: str) -> Tensor:
+    """(B, H, c, s, d) → (B, H, c, d)."""
+    return x.amax(3) if pool == "max" else x.mean(3)
+
+
 def _pooled(x: Tensor, share: Tensor, count: Tensor, pool: str) -> Tensor:
     """(B, H, c, s, d) → (B, H, c, d), members by their share (B, c, s); 0 where there is none."""
     if pool == "max":
@@ -280,9 +327,18 @@ def _pooled(x: Tensor, share: Tensor, count: Tensor, pool: str) -> Tensor:
     return (x * share[:, None, ..., None]).sum(3) / count.clamp(min=1)[:, None, :, None]
 
 
-def _found(query: Tensor, k: Tensor, v: Tensor, real: Tensor, scale: float) -> Tensor:
+def _found(query: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> Tensor:
     """What each pooled query finds among its members, (B, H, c, d)."""
     scores = (k @ query[..., None])[..., 0] * scale  # (B, H, c, s)
-    allowed = real[:, None]
-    weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1) * allowed
+    if real is None:
+        weights = scores.softmax(-1)
+    else:
+        allowed = real[:, None]
+        weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1) * allowed
     return (weights[..., None, :] @ v)[..., 0, :]
+
+
+def _together(summaries: list[Summary]) -> Summary:
+    if len(summaries) == 1:
+        return summaries[0]
+    return Summary(*(torch.cat(xs, min(2, xs[0].dim() - 1)) for xs in zip(*summaries, strict=True)))

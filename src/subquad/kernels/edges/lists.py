@@ -81,8 +81,9 @@ class EdgeList:
 
     def num_copies(self, batch: int, num_heads: int) -> int:
         """B·H // g: how many instances use a graph."""
-        allowed = {(1, 1), (num_heads, 1), (batch * num_heads, 1), (batch, num_heads)}
-        if (self.num_graphs, self.share) not in allowed:
+        # in a traced graph the batch is a symbol: it has no hash, and comparing it first would fix its value
+        allowed = [(1, 1), (1, num_heads), (1, batch * num_heads), (num_heads, batch)]
+        if (self.share, self.num_graphs) not in allowed:
             raise ValueError(
                 f"edges must have 1, H = {num_heads} or B·H = {batch * num_heads} graphs, or B = {batch} with share = "
                 f"{num_heads}, got {self.num_graphs} with share = {self.share}"

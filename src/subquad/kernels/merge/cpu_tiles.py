@@ -27,7 +27,7 @@ from subquad.kernels.vectors import (
     scale_row,
     transpose,
 )
-from subquad.kernels.workers import Workers, keep
+from subquad.kernels.workers import Workers, following, keep
 
 ROWS = 24  # of a tile: four times the rows of a product in registers
 KEYS = 128  # of a tile
@@ -327,14 +327,17 @@ def _forward_selves(
 @Workers
 def forward(worker, workers, arguments):
     """out and lse of the bands in `tasks`, (instance, band); whole[b, source]: all keys exist."""
-    (like, size, width, heads, tasks, bands, pieces, parts, drawn, masks, sources, whole, q, out, lse,
+    (like, size, width, heads, tasks, bands, pieces, parts, drawn, queue, masks, sources, whole, q, out, lse,
      scale, random) = arguments[0]  # fmt: skip
     scale, random = like.dtype.type(scale), _typed(like, random)
     across, s = np.empty((width, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)  # keys transposed, scores
     state = np.empty((BAND, width), like.dtype)
     top, total = np.empty(BAND, like.dtype), np.empty(BAND, like.dtype)
     sums = state.ctypes.data
-    for task in range(worker, len(tasks), workers):
+    for _ in range(len(tasks)):
+        task = following(queue.ctypes.data)
+        if task >= len(tasks):
+            break
         g, band = tasks[task, 0], bands[tasks[task, 1]]
         b, h = g // heads, g % heads
         q_, out_ = _matrix(q, 0, 1, b, h, size), _matrix(out, 0, 1, b, h, size)
@@ -490,13 +493,16 @@ def backward(worker, workers, arguments):
     """dq = and dk, dv += the share of the tasks, (batch element, first head, behind the last, first band, behind the
     last, its dk and dv among those of all). Heads that share keys are in one task: no two tasks add to the same place.
     """
-    (like, size, width, heads, tasks, bands, pieces, parts, drawn, masks, sources, whole,
+    (like, size, width, heads, tasks, bands, pieces, parts, drawn, queue, masks, sources, whole,
      q, out, dout, dq, lse, scale, random, clear) = arguments[0]  # fmt: skip
     scale, random = like.dtype.type(scale), _typed(like, random)
     across, beyond = np.empty((width, KEYS), like.dtype), np.empty((width, KEYS), like.dtype)  # keys, values
     s, ds = np.empty((ROWS, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)
     base, delta = np.empty(BAND, like.dtype), np.empty(BAND, like.dtype)
-    for task in range(worker, len(tasks), workers):
+    for _ in range(len(tasks)):
+        task = following(queue.ctypes.data)
+        if task >= len(tasks):
+            break
         b, own = tasks[task, 0], tasks[task, 5]
         if clear:
             _clear(like, size, width, sources[0], own, tasks[task, 1], tasks[task, 2])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +13,10 @@ from torch import Tensor
 from subquad.core.hashing import dropout_seed
 from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge.cpu_masks import kept_mask
-from subquad.kernels.merge.cpu_program import program_of, together
+from subquad.kernels.merge.cpu_program import kept, program_of, together
 from subquad.kernels.parallel import launch
 from subquad.kernels.vectors import BYTES
+from subquad.kernels.workers import Described, queue
 from subquad.supports.parts import Plan
 
 Rows = Sequence[tuple[slice, Plan]]  # which batch elements follow which plan
@@ -31,11 +34,11 @@ def forward(chosen: Rows, q: Tensor, keys, values, valid, scale, seed, dropout) 
     """out (B, H, r, d) and lse (B, H, r)."""
     out, lse = _fresh(q, chosen), q.new_full(q.shape[:3], -torch.inf)
     with launch() as threads:
-        work = _Work(chosen, q, threads)
-        tables = work.tables(q, [*zip(keys, values, strict=True)], valid)
-        ends = (_matrix(q), _matrix(out), lse.flatten(0, 1).numpy(), *_numbers(q, scale, seed, dropout))
-        for phase in range(work.phases):
-            tiles.forward(threads, *_type(q), work.bands_of(phase), *tables, *ends)
+        work = _Work.of(chosen, q, threads)
+        tables, _alive = work.tables(q, [*zip(keys, values, strict=True)], valid)
+        ends = (_matrix(q), _matrix(out), lse.flatten(0, 1).numpy(), *_numbers(scale, seed, dropout))
+        for begin in work.begins:
+            tiles.forward(threads, begin, queue(), *tables, *ends)
     return out, lse
 
 
@@ -43,17 +46,17 @@ def backward(chosen: Rows, grad, q: Tensor, keys, values, out, lse, valid, scale
     """Gradients of q, of all keys, of all values."""
     dq = _fresh(q, chosen)
     with launch() as threads:
-        work = _Work(chosen, q, threads)
+        work = _Work.of(chosen, q, threads)
         least = min(x.shape[1] for x in (*keys, *values))
         shares = work.shares(len(q) * least, threads)
         clear = shares == 1 and sum(rows.stop - rows.start for rows, _ in chosen) == len(q)  # by those who add to them
         make = torch.empty if clear else torch.zeros
         pairs = [*zip(keys, values, strict=True)]
         dkv = [[make((shares * len(x), *x.shape[1:]), dtype=q.dtype) for x in pair] for pair in pairs]
-        tables = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
+        tables, _alive = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
         ends = (*(_matrix(x) for x in (q, out, grad, dq)), lse.flatten(0, 1).numpy())
-        for tasks in work.groups_of(least, shares):
-            tiles.backward(threads, *_type(q), tasks, *tables, *ends, *_numbers(q, scale, seed, dropout), clear)
+        for begin in work.backward_begins(least, shares):
+            tiles.backward(threads, begin, queue(), *tables, *ends, *_numbers(scale, seed, dropout), clear)
     if shares > 1:
         dkv = [[x.unflatten(0, (-1, shares)).sum(1) for x in pair] for pair in dkv]
     return [dq, *(pair[0] for pair in dkv), *(pair[1] for pair in dkv)]
@@ -66,17 +69,41 @@ def _fresh(q: Tensor, chosen: Rows) -> Tensor:
 
 
 class _Work:
-    """The program of a batch, and its division into tasks."""
+    """The program of a batch, and its division into tasks: what is the same for all tensors of some shape."""
 
     def __init__(self, chosen: Rows, q: Tensor, threads: int) -> None:
-        self.heads, self.dtype = q.shape[1], q.dtype
-        self.elements = chosen
+        self.heads, self.dtype, self.elements = q.shape[1], q.dtype, chosen
+        self.type = np.zeros(1, q.numpy().dtype), q.element_size(), q.shape[3], q.shape[1]
         total = sum((rows.stop - rows.start) * plan.pairs for rows, plan in chosen) * self.heads
         most = max(LEAST, total // (8 * threads))
         most = 1 << most.bit_length()  # few different programs
         programs = [program_of(plan, q.shape[2], most) for _, plan in chosen]
         self.program, self.ranges = together(programs)
         self.phases = max(len(found) for found in self.ranges)
+        self._backward: dict[tuple[int, int], list[Described]] = {}
+
+    @classmethod
+    def of(cls, chosen: Rows, q: Tensor, threads: int) -> _Work:
+        """Kept with the plan, where all batch elements follow one."""
+        if len(chosen) > 1:
+            return cls(chosen, q, threads)
+        rows, plan = chosen[0]
+        return kept(plan, (rows.start, rows.stop, q.shape, q.dtype, threads), lambda: cls(chosen, q, threads))
+
+    @cached_property
+    def begins(self) -> list[Described]:
+        """What the kernel of the forward is given first, in each phase."""
+        return [self._begin(self.bands_of(phase)) for phase in range(self.phases)]
+
+    def backward_begins(self, key_heads: int, shares: int) -> list[Described]:
+        """The same for the backward, in each of its turns."""
+        if (key_heads, shares) not in self._backward:
+            self._backward[key_heads, shares] = [self._begin(tasks) for tasks in self.groups_of(key_heads, shares)]
+        return self._backward[key_heads, shares]
+
+    def _begin(self, tasks: np.ndarray) -> Described:
+        p = self.program
+        return Described.of(*self.type, tasks, p.bands, p.pieces, p.parts, p.drawn)
 
     def bands_of(self, phase: int) -> np.ndarray:
         """(T, 2): every instance with every band that it has in a phase."""
@@ -111,28 +138,34 @@ class _Work:
                 ]
         return [np.array(turn, dtype=np.int64) for turn in turns]
 
-    def tables(self, q: Tensor, sources: list[tuple[Tensor, ...]], valid: Sequence[Tensor]) -> tuple:
-        """What both kernels are given of the program and of the keys."""
-        p = self.program
-        masks = np.zeros((max(1, len(p.parts)), 4), dtype=np.int64)
-        kept = [(at, kept_mask(part, self.dtype)[0]) for at, part in p.masked]
-        for at, mask in kept:
-            masks[at] = mask.data_ptr(), len(mask), mask.stride(0), mask.stride(1)
-        self.alive = kept, [x.contiguous() for x in valid]  # addresses: they must not go before the kernel has run
-        table = np.zeros((2, len(sources), 21), dtype=np.int64)
-        for s, tensors in enumerate(sources):
-            for at, x in enumerate(tensors):
-                table[:, s, 4 * at : 4 * at + 4] = _matrix(x)
-            table[:, s, tiles.GROUP : tiles.GROUP + 2] = [self.heads // x.shape[1] for x in tensors[:2]]
-            table[:, s, tiles.ENTRIES] = tensors[0].shape[2]
-        for s, x in enumerate(self.alive[1]):
+    def tables(self, q: Tensor, sources: list[tuple[Tensor, ...]], valid: Sequence[Tensor]) -> tuple[tuple, Any]:
+        """What both kernels are given of the keys, and what must not go before they have run: they have its address."""
+        exist, kept_masks = [x.contiguous() for x in valid], []
+        masks: Any = self._no_masks
+        if self.program.masked:
+            masks = self._no_masks.arguments[0].copy()
+            kept_masks = [(at, kept_mask(part, self.dtype)[0]) for at, part in self.program.masked]
+            for at, mask in kept_masks:
+                masks[at] = mask.data_ptr(), len(mask), mask.stride(0), mask.stride(1)
+        table = np.array([self._row(tensors) for tensors in sources], dtype=np.int64)
+        table = np.stack((table, table))  # the second one for batch elements that lack no key
+        for s, x in enumerate(exist):
             table[0, s, tiles.EXISTS : tiles.EXISTS + 2] = x.data_ptr(), x.stride(0) if len(x) > 1 else 0
-        return p.bands, p.pieces, p.parts, p.drawn, masks, table, self._whole(q, len(sources))
+        return (masks, table, self._whole(q, len(sources), exist)), (exist, kept_masks)
 
-    def _whole(self, q: Tensor, sources: int) -> np.ndarray:
+    @cached_property
+    def _no_masks(self) -> Described:
+        return Described.of(np.zeros((max(1, len(self.program.parts)), 4), dtype=np.int64))
+
+    def _row(self, tensors: tuple[Tensor, ...]) -> list[int]:
+        """One source: where its keys, values and their gradients are; see `cpu_tiles`."""
+        row = [number for x in tensors for number in _matrix(x)] + [0] * (4 * (4 - len(tensors)))
+        return [*row, 0, 0, *(self.heads // x.shape[1] for x in tensors[:2]), tensors[0].shape[2]]
+
+    def _whole(self, q: Tensor, sources: int, exist: list[Tensor]) -> np.ndarray:
         """int64 (B, sources): 1 where all keys that can be asked for exist."""
         whole = np.ones((len(q), sources), dtype=np.int64)
-        for s, x in enumerate(self.alive[1]):
+        for s, x in enumerate(exist):
             exists = x[:, 0].numpy()  # (B or 1, m)
             for rows, plan in self.elements:
                 reach = plan.reaches.get(s) or None
@@ -144,14 +177,10 @@ class _Work:
 # ---- arguments ----------------------------------------------------------------------------------------------
 
 
-def _type(q: Tensor) -> tuple[np.ndarray, int, int, int]:
-    return np.zeros(1, q.numpy().dtype), q.element_size(), q.shape[3], q.shape[1]
-
-
 def _matrix(x: Tensor) -> tuple[int, int, int, int]:
     return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)
 
 
-def _numbers(q: Tensor, scale: float, seed: Tensor | None, dropout: float) -> tuple:
+def _numbers(scale: float, seed: Tensor | None, dropout: float) -> tuple:
     number = int(dropout_seed(seed)) % (1 << 64) if dropout and seed is not None else 0
     return scale, (np.uint64(number), dropout, 1 / (1 - dropout))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from subquad.kernels.edges import EdgeList
 from subquad.supports.partitions import POOLED, Partition
-from subquad.supports.patterns import Pattern, pointers
-from subquad.supports.support import parse
+from subquad.supports.pattern import Pattern, pointers
+from subquad.supports.support import constant_of_graphs, parse
 
 UNION = -1  # a family: the union of all
 
@@ -97,7 +97,7 @@ def partition_edges(like: Tensor, support: str, n: int, groups: int) -> tuple[Ed
     return EdgeList(ptr, inside, n), EdgeList(rows, seen, n + groups)
 
 
-@torch.compiler.assume_constant_result
+@constant_of_graphs
 def group_count(support: str, n: int) -> int:
     """How many different groups a partition has."""
     return len(_lists(parse(support), n)[0])

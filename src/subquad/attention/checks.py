@@ -1,0 +1,72 @@
+"""What a call of a mechanism may be given: an error names the argument, what it was and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_inputs(attention: Any, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
+    for label, x in (("q", q), ("k", k), ("v", v)):
+        if label == "v" and x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{label} must be a tensor (B, H, n, d), not {type(x).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"{label} must be of a floating-point dtype, not {x.dtype}")
+        if x.dim() != 4:
+            raise ValueError(f"{label} must have 4 dimensions (B, H, n, d), not shape {tuple(x.shape)}")
+        _check_heads(attention, label, x, k.shape[1])
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{label} has batch size {x.shape[0]}, q has {q.shape[0]}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise TypeError(f"{label} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
+    if v is not None and v.shape[2] != k.shape[2]:
+        raise ValueError(f"v has length {v.shape[2]}, k has {k.shape[2]}: they must be equal")
+    if q.shape[0] < 1:
+        raise ValueError("q has batch size 0: it must be at least 1")
+    check_lengths(attention, q.shape[2], k.shape[2])
+    check_mask(attention, k, key_mask)
+
+
+def _check_heads(attention: Any, label: str, x: Tensor, key_heads: int) -> None:
+    heads, width = attention.options.num_heads, attention.options.head_dim
+    if label == "q" and x.shape[1] != heads:
+        raise ValueError(f"q has {x.shape[1]} heads, the mechanism was made with num_heads={heads}")
+    if x.shape[1] < 1 or heads % x.shape[1]:
+        raise ValueError(f"{label} has {x.shape[1]} heads: it must be a divisor of num_heads={heads}")
+    if label == "v" and x.shape[1] != key_heads:
+        raise ValueError(f"v has {x.shape[1]} heads, k has {key_heads}: they must be equal")
+    if x.shape[3] != width:
+        raise ValueError(f"{label} has width {x.shape[3]}, the mechanism was made with head_dim={width}")
+
+
+def check_lengths(attention: Any, n: int, m: int) -> None:
+    if (n < 1 or m < 1) and attention.across is None:  # a process may have no token of a short sequence
+        raise ValueError(f"sequences must have at least one token: q has length {n}, k has {m}")
+    if n != m and not attention.capabilities.cross:
+        raise ValueError(
+            f"{attention.name}: q has length {n} and k has length {m}; cross-attention has no meaning here, "
+            "the lengths must be equal"
+        )
+    if n != m and attention.options.causal:
+        raise ValueError(f"{attention.name}: causal=True needs q and k of equal length, not {n} and {m}")
+    longest = attention.options.max_length
+    if longest is not None and max(n, m) > longest:
+        raise ValueError(f"{attention.name}: length {max(n, m)} is beyond max_length={longest}")
+
+
+def check_mask(attention: Any, k: Tensor, key_mask: Tensor | None) -> None:
+    if key_mask is None:
+        return
+    if not attention.capabilities.padding:
+        raise ValueError(f"{attention.name}: key_mask is not supported")
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        kind = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
+        raise TypeError(f"key_mask must be a bool tensor, True = a real token, not {kind}")
+    if key_mask.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(f"key_mask must have shape (B, m) = {(k.shape[0], k.shape[2])}, not {tuple(key_mask.shape)}")
+    if key_mask.device != k.device:
+        raise ValueError(f"key_mask is on {key_mask.device}, k is on {k.device}")

@@ -1,0 +1,263 @@
+"""Attention over a sparsity pattern (Yun et al., section 3.1, eq. 2):
+
+    out_k = Σ_{j ∈ A_k^l} ρ[ (q_k·k_j·scale)_{j ∈ A_k^l} ]_j v_j
+
+The sets come from `supports.patterns`. With p > 1 families `heads` says how a layer uses them (section 5):
+`sequential` layer l takes family l mod p, `union` every head takes all families at once, `multihead` the heads
+are split evenly over the families. Softmax over regular sets runs as blocks through the merge kernel; other sets, and
+other probability maps ρ, run over the edge list (in a compiled graph other maps run on the whole matrix of scores).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from subquad.attention.base import Call
+from subquad.attention.full import MapOptions, drop, masked_map
+from subquad.attention.sized import SizedAttention
+from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.keys import Keys
+from subquad.attention.states.named import NamedKeys
+from subquad.attention.states.state import Memory
+from subquad.core.hashing import seed_from
+from subquad.core.numbers import settled
+from subquad.core.options import option
+from subquad.kernels.edges import edge_attention, edge_mapped_attention
+from subquad.kernels.merge import merge_attention
+from subquad.kernels.tables import UNION, pattern_edges, pattern_mask
+from subquad.supports.kept import EVERYTHING
+from subquad.supports.pattern import Pattern
+from subquad.supports.shards import Tail
+from subquad.supports.support import text_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternOptions(MapOptions):
+    heads: Literal["sequential", "union", "multihead"] = option("sequential", "how heads and layers share the families")
+    layer_index: int = option(0, "heads=sequential: number of the layer, picks family layer_index mod p", ge=0)
+
+
+class PatternAttention(SizedAttention):
+    """Attention over the sets of a pattern; a subclass names the pattern and its options."""
+
+    family = "sparse pattern"
+    grouped = True
+    stays_inside = True
+    boundary = "the keys of others that its sets name: a halo, global tokens, column tokens"
+    kind: ClassVar[type[Pattern]]
+    own_options: ClassVar[tuple[str, ...]] = ()  # options that are the pattern's
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.pattern: Any = self.with_sizes(self.make_pattern(options))
+        self._has_parts = self.pattern.has_parts
+        self.maps: Any = nn.ModuleList(options.probability_map(len(heads)) for heads, _ in self.head_groups())
+
+    def make_pattern(self, options: Any) -> Pattern:
+        own = {key: getattr(options, key) for key in self.own_options}
+        return self.kind(causal=options.causal, **own)
+
+    def sized(self, n: int) -> Any:
+        """The pattern with every size decided, for a call of length n."""
+        return self.pattern if self._is_sized else self.pattern.sized(n)
+
+    def _text(self, slots: int) -> str:
+        """The text of that pattern; with open sizes a compiled graph is one for this length."""
+        if self._is_sized:
+            return text_of(self.pattern)
+        return text_of(self.pattern, settled(slots, self.name, self.free_size, f"give max_length or {self.free_size}"))
+
+    @property
+    def data_dependent(self) -> bool:
+        """Edge lists have a length of their own."""
+        return not self._has_parts or self.options.map != "softmax"
+
+    def head_groups(self) -> list[tuple[range, int | None]]:
+        """Which heads use which family; None = the union of all."""
+        heads, p = self.options.num_heads, self.pattern.families
+        if self.options.heads == "union" or p == 1:
+            return [(range(heads), None)]
+        if self.options.heads == "sequential":
+            return [(range(heads), self.options.layer_index % p)]
+        cuts = [heads * f // p for f in range(p + 1)]
+        return [(range(cuts[f], cuts[f + 1]), f) for f in range(p) if cuts[f] < cuts[f + 1]]
+
+    # ---- the fast path ----
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        text = self._text(call.slots)
+        if self.options.map == "softmax" and self._has_parts:
+            return self._by_blocks(text, q, k, v, call)
+        if self.options.map == "softmax":
+            edges = self._edges(text, q, call.lengths)
+            about: dict[str, Any] = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed}
+            return edge_attention(q, k, v, edges, scale=self.options.softmax_scale, **about)
+        return self._mapped(text, q, k, v, call)
+
+    def _by_blocks(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Softmax over regular sets: blocks, a group of heads at a time."""
+        about: dict[str, Any] = {
+            "lengths": call.lengths,
+            "valid": [call.exists],
+            "dropout": call.dropout,
+            "seed": call.seed,
+        }
+        outs, scale = [], self.options.softmax_scale
+        for heads, family in self.head_groups():
+            which = "union" if family is None else str(family)
+            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
+            outs.append(merge_attention(x, [y], [z], text, which, q.shape[2], scale=scale, **about))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def instances(self, batch: int, device: torch.device) -> Tensor:
+        """Groups of heads that have kernels of their own count from 0 each."""
+        if self.options.map != "softmax" or not self._has_parts:
+            return super().instances(batch, device)
+        groups = [len(heads) for heads, _ in self.head_groups()]
+        return torch.cat([torch.arange(batch * size, device=device).view(batch, size) for size in groups], 1)
+
+    def attend_last(self, q: Tensor, keys: list[Tensor], values: list[Tensor], real: Tensor | None) -> Tensor:
+        """The last queries (B, H, t, d) of a sequence, whose keys and values (B, H or H/g, ·, d) are given in two
+        pieces: those of these t tokens, and those of the tokens before, real (B, ·) or all.
+        """
+        t, first = q.shape[2], keys[1].shape[2]
+        n, scale = first + t, self.options.softmax_scale
+        text = self._text(n)
+        if self.options.map != "softmax" or not self._has_parts:
+            k, v = (torch.cat(x[::-1], 2) for x in (keys, values))
+            q = torch.cat((torch.zeros_like(q[:, :, :1]).expand(-1, -1, first, -1), q), 2)
+            real = None if real is None else torch.cat((real, real.new_ones(q.shape[0], t)), 1)
+            lengths = torch.full((q.shape[0],), n, device=q.device)
+            return self.attend_aligned(q, k, v, real, lengths, None)[:, :, first:]
+        outs, support = [], Tail(of=text, first=first, sources=1).text
+        valid = [None, None if real is None else real[:, None]]
+        for heads, family in self.head_groups():
+            which = "union" if family is None else str(family)
+            x, *own = (_heads(y, heads, self.options.num_heads) for y in (q, *keys, *values))
+            outs.append(merge_attention(x, own[:2], own[2:], support, which, n, scale=scale, valid=valid))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    @property
+    def divides(self) -> bool:
+        return bool(self.boundary) and self._has_parts and self.options.map == "softmax"
+
+    def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """`_by_blocks` for the queries of this process."""
+        shard, text, outs, scale = call.shard, self._text(call.slots), [], self.options.softmax_scale
+        for heads, family in self.head_groups():
+            which = "union" if family is None else str(family)
+            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
+            sources = [(y, z, shard.exists, shard.cut)]
+            outs.append(shard.merge(x, sources, text, which, call, queries=shard.cut, scale=scale))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _families(self) -> list[int]:
+        """The family of every head, or of all of them."""
+        groups = self.head_groups()
+        numbers = [UNION if family is None else family for _, family in groups]
+        return (
+            numbers if len(groups) == 1 else [f for (heads, _), f in zip(groups, numbers, strict=True) for _ in heads]
+        )
+
+    def _edges(self, text: str, q: Tensor, lengths: Tensor | None):
+        return pattern_edges(q, text, self._families(), q.shape[2], q.shape[1], lengths)
+
+    def _mapped(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Any probability map: over the edges of each run of rows of equal length, or in a compiled graph dense."""
+        if torch.compiler.is_compiling():
+            seen = pattern_mask(q, text, self._families(), q.shape[2], call.lengths)  # (B, 1 or H, n, n)
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            weights = masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
+            return drop(weights, call).to(v.dtype) @ v
+        scale, n = self.options.softmax_scale, q.shape[2]
+        sizes = [n] * len(q) if call.lengths is None else call.lengths.tolist()
+        out, first = torch.zeros_like(q), 0
+        for b in range(1, len(q) + 1):
+            if b < len(q) and sizes[b] == sizes[first]:
+                continue
+            rows, size = slice(first, b), sizes[first]
+            first = b
+            if size:
+                x, y, z = (t[rows, :, :size] for t in (q, k, v))
+                seed = seed_from(call.seed, rows.start * q.shape[1]) if call.dropout and call.seed is not None else None
+                about: dict[str, Any] = {"dropout": call.dropout, "seed": seed}
+                mask = None if call.key_mask is None else call.key_mask[rows, :size]
+                edges = self._edges(text, x, None)
+                found = edge_mapped_attention(x, y, z, edges, self.map_of_heads, scale=scale, key_mask=mask, **about)
+                out = out.index_put((torch.arange(rows.start, rows.stop)[:, None, None], *_slots(x)), found)
+        return out
+
+    def map_of_heads(self, scores: Tensor, allowed: Tensor) -> Tensor:
+        """ρ of every head: scores and mask (B, H, …, keys)."""
+        if len(self.maps) == 1:
+            return self.maps[0](scores, allowed)
+        allowed = allowed.expand(scores.shape)
+        groups = [slice(heads.start, heads.stop) for heads, _ in self.head_groups()]
+        pieces = [rho(scores[:, g], allowed[:, g]) for rho, g in zip(self.maps, groups, strict=True)]
+        return torch.cat(pieces, 1)
+
+    # ---- streaming ----
+
+    def make_memory(self, margin: int) -> Memory:
+        families = [None if f == UNION else f for f in self._families()]
+        used = list(dict.fromkeys(families))
+        kept = self.pattern.kept(used, margin)
+        sees = [FamilySees(self.pattern, family) for family in used]
+        heads = [used.index(family) for family in families]
+        heads = heads * self.options.num_heads if len(heads) == 1 else heads
+        if kept == EVERYTHING:
+            return NamedKeys(kept, sees, heads, margin)
+        ranges = partial(self.pattern.ranges, used) if len(used) == 1 else None
+        return Keys(kept, sees, heads, margin, ranges, self.pattern.begin)
+
+    def attend_kept(self, q, k, v, seen, position, factors=None):
+        rho = None if self.options.map == "softmax" else self.map_of_heads
+        return attend_kept(q, k, v, seen, self.options.softmax_scale, factors, rho)
+
+    # ---- the definition ----
+
+    def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        seen = self._seen(self.sized(call.slots), q.shape[2]).to(q.device)
+        return masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
+
+    def support(self, n: int) -> Tensor:
+        seen = self._seen(self.sized(n), n)
+        return seen[0] if len(seen) == 1 else seen
+
+    def _seen(self, pattern: Pattern, n: int) -> Tensor:
+        """bool (1 or H, n, n)."""
+        masks = {f: pattern.mask(n, None if f == UNION else f) for f in set(self._families())}
+        return torch.stack([masks[f] for f in self._families()])
+
+
+class FamilySees:
+    """The definition of a family, as streaming asks for it; a class, so that a state can be pickled."""
+
+    def __init__(self, pattern: Pattern, family: int | None) -> None:
+        self.pattern, self.family = pattern, family
+
+    def __call__(self, source: int, i: Tensor, j: Tensor) -> Tensor:
+        return self.pattern.sees(self.family, i, j)
+
+    def named(self, i: np.ndarray) -> np.ndarray:
+        return self.pattern.named(self.family, i)
+
+
+def _heads(x: Tensor, heads: range, total: int) -> Tensor:
+    """Some of the query heads, or the key heads that serve them; where a key head serves others too, a copy each."""
+    if len(heads) == total:
+        return x
+    group = total // x.shape[1]
+    if heads.start % group or heads.stop % group:
+        return x.repeat_interleave(group, 1)[:, heads.start : heads.stop]
+    return x[:, heads.start // group : heads.stop // group]
+
+
+def _slots(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.arange(x.shape[1], device=x.device)[:, None], torch.arange(x.shape[2], device=x.device)

@@ -1,0 +1,89 @@
+"""Classes of options made from source text: a wrong option is refused at once, before torch is imported.
+
+Only the fields are read, with their types, ranges and defaults. What a class checks beyond them (two options that
+exclude each other) is found when the real class is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+from importlib import import_module
+from typing import Any
+
+from subquad.core.declarations import Unreadable, attributes, class_definition, module_tree, origin
+from subquad.core.options import Checked
+
+LIGHT = ("typing", "dataclasses", "subquad.core.options", "subquad.tasks.recipe")  # imported as they are
+
+
+def options_class(entry: str, attribute: str) -> type[Checked] | None:
+    """The class of options that "module:Class" has as `attribute`, or that the calls in that attribute make, such as
+    recipes = {"small": NeedleRecipe(…)}; None where the text does not tell.
+    """
+    module, _, cls = entry.partition(":")
+    try:
+        return _find(module, class_definition(module, cls), attribute)
+    except (Unreadable, NameError, TypeError, AttributeError):
+        return None
+
+
+def _find(module: str, definition: ast.ClassDef, attribute: str) -> type[Checked]:
+    for node in definition.body:
+        if isinstance(node, ast.ClassDef) and node.name == attribute:
+            return _make(module, node)
+    for name, value in attributes(definition):
+        if name == attribute:
+            return _class_of(module, value)
+    for base in definition.bases:
+        if isinstance(base, ast.Name):
+            place, name = origin(module, base.id)
+            return _find(place, class_definition(place, name), attribute)
+    raise Unreadable
+
+
+def _class_of(module: str, node: ast.expr | None) -> type[Checked]:
+    """Of a class, itself; of a dict of objects, the class of the first."""
+    first = node.values[0] if isinstance(node, ast.Dict) else node
+    if first is None:
+        raise Unreadable
+    found = _evaluate(module, first)
+    found = found if isinstance(found, type) else type(found)
+    if not issubclass(found, Checked):
+        raise Unreadable
+    return found
+
+
+def _make(module: str, node: ast.ClassDef) -> type[Checked]:
+    """The dataclass with the fields of a class in the text, on top of its base classes."""
+    bases = tuple(_evaluate(module, base) for base in node.bases)
+    fields = [
+        (field.target.id, _evaluate(module, field.annotation), _evaluate(module, field.value))
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None
+    ]
+    return dataclasses.make_dataclass(node.name, fields, bases=bases, frozen=True, kw_only=True)
+
+
+def _evaluate(module: str, node: ast.expr) -> Any:
+    return eval(compile(ast.Expression(node), module, "eval"), {"__builtins__": {}}, Names(module))
+
+
+class Names(dict):
+    """The names of a module, looked up in its text when an expression asks for them."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        place, name = origin(self.module, name)
+        if place in LIGHT:
+            return getattr(import_module(place), name)
+        for node in module_tree(place).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return _make(place, node)
+        for key, value in attributes(module_tree(place)):
+            if key == name and value is not None:
+                return _evaluate(place, value)
+        return getattr(builtins, name)
