@@ -88,9 +88,10 @@ def launch_options(dtype: torch.dtype, warps: int = 4) -> dict[str, int]:
     """What the compiler is told of registers. By itself ptxas spills some of a kernel to get one more program onto a
     multiprocessor; with a limit named it does not. AMD's compiler knows no such option.
     """
-    if torch.version.hip or warps > 8:  # so many warps leave no choice
+    if torch.version.hip:
         return {}
-    return {"maxnreg": REGISTERS if dtype == torch.float32 else MOST_REGISTERS}
+    most = REGISTERS if dtype == torch.float32 else MOST_REGISTERS
+    return {"maxnreg": min(most, 65536 // (32 * warps))}  # a program must fit onto a multiprocessor
 
 
 def route(operator: str, dtype: torch.dtype, width: int, *, dropout: float = 0.0) -> Route:

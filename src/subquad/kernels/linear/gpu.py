@@ -22,7 +22,7 @@ def padded(width: int) -> int:
 
 
 class Shape(NamedTuple):
-    """Sizes of the walk for so many features, chosen so that nothing spills (`subquad study gpu-build`)."""
+    """Sizes of the walk for so many features, chosen so that little spills (`subquad study gpu-build`)."""
 
     chunk: int  # tokens
     columns: int  # of the values that one program takes
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 def shape(features: int, precision: str) -> Shape:
     """precision: ieee (multiply-adds, which take more registers than matrix instructions) or tf32."""
     if precision == "ieee":
-        return Shape(16, 16, 8 if features <= 64 else 16)
+        return Shape(16, 16, 8)
     return Shape(32, 32, 4) if features <= 64 else Shape(16, 32, 8)
 
 
