@@ -18,6 +18,7 @@ from subquad.kernels.pools import span_pool
 from subquad.kernels.pools.groups import group_pool, pool_op
 from subquad.kernels.pools.nodes import _nodes
 from subquad.kernels.pools.spans import _pool
+from subquad.kernels.pools.summaries import span_summaries, takes
 from subquad.kernels.tables import _edges, _mask
 from subquad.supports import patterns
 from subquad.supports.grids import AxialMixture
@@ -367,3 +368,35 @@ def test_tensors_of_several_dtypes_are_computed_in_the_widest():
         (out.sum() + lse.sum()).backward()
         assert out.dtype == lse.dtype == torch.float32
     torch.testing.assert_close([x.grad.float() for x in mixed], [x.grad for x in plain], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("pool", ["max", "mean"])
+@pytest.mark.parametrize("before", [0, 7])
+def test_summaries_of_spans_in_one_pass(pool, before):
+    """What `span_pool` and a softmax over the members give, from a sequence in two pieces."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 100, 8, dtype=torch.float64)
+    q[0, 0, 3, 2] = torch.nan
+    past, new = (tuple(x[:, :, part] for x in (q, k, v)) for part in (slice(0, before), slice(before, None)))
+    with torch.no_grad():
+        assert takes(*past, *new)
+        found = span_summaries(past, new, 3, 30, pool, 0.3)
+    members = [x[:, :, :90].unflatten(2, (3, 30)) for x in (q, k, v)]
+    query, key = (x.amax(3) if pool == "max" else x.mean(3) for x in members[:2])
+    weights = ((members[1] @ query[..., None])[..., 0] * 0.3).softmax(-1)
+    want = (query, key, (weights[..., None, :] @ members[2])[..., 0, :])
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12, equal_nan=True)
+    assert not takes(*past, *new)  # with gradients it is of no use
+
+
+def test_workers_share_a_queue_of_tasks():
+    q, k = torch.randn(2, 1, 2, 300, 8, dtype=torch.float64)
+    support = Fixed(causal=True, span=16).text
+    outs = []
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        outs.append(merge_attention(q, [k, k], [q, q], support, "main", 300, scale=0.3))
+        torch.set_num_threads(before)
+    assert torch.equal(*outs)

@@ -135,14 +135,55 @@ def test_long_chunks_go_through_the_kernels_and_give_the_same(spec):
     for x, y in zip(gradients(got, xs), gradients(want, xs), strict=True):
         close(x, y, 1e-9, "gradient")
     assert state.length.tolist() == [300, 300]
+    with torch.no_grad():  # in place, and with kernels that have no gradient
+        for sizes in ((13, 150, 1, 100, 36), (24, 120, 17, 139)):
+            close(in_chunks(a, xs, sizes, rollback=0)[0], want, 1e-9, f"value in chunks of {sizes} without gradients")
 
 
 @pytest.mark.parametrize(
-    "spec",
-    ["full", "longformer:window=8", "fixed", "combiner-fixed", "combiner-tree", "combiner-window:window=9", "linear"],
+    ("options", "key_heads"),
+    [
+        ({"abstraction": "mean"}, 4),
+        ({"abstraction": "deepsets-max"}, 4),
+        ({"abstraction": "attended"}, 2),
+        ({"abstraction": "residual-attended", "shared_heads": 2}, 2),
+        ({"abstraction": "max", "shared_heads": 2}, 2),
+    ],
 )
+@pytest.mark.parametrize("train", [False, True])
+def test_long_chunks_with_any_summary(options, key_heads, train):
+    """A span that has begun before the chunk, one that the chunk completes alone, and padding inside the first."""
+    a = of("combiner-window:span=8,window=10,sinks=3", num_heads=4, max_length=None, **options)
+    xs, mask = inputs(200, heads=4, key_heads=key_heads), torch.ones(2, 200, dtype=torch.bool)
+    mask[1, 27] = False
+    with torch.set_grad_enabled(train):
+        for real in (None, mask):
+            got, _ = in_chunks(a, xs, (29, 20, 75, 76), real, rollback=0)
+            case = Case(a.name, True)
+            close(
+                case.rows(got, mask), case.rows(a(*xs, key_mask=real), mask), 1e-9, f"{options}, padding {real is mask}"
+            )
+
+
+def test_a_long_chunk_after_a_crop():
+    a, xs = of("combiner-tree:span=4,depth=2", max_length=None), inputs(200)
+    with torch.no_grad():
+        _, state = in_chunks(a, [x[:, :, :110] for x in xs], (50, 60), rollback=20)
+        got, _ = a.extend(*(x[:, :, 93:] for x in xs), state.crop(93))
+    close(got, a(*xs)[:, :, 93:], 1e-9, "as if it had never been longer")
+
+
+COMPILED = [
+    "full", "strided", "fixed", "star", "longformer:window=8", "logsparse", "axial", "local", "combiner-fixed",
+    "combiner-tree", "combiner-window:window=9", "linear", "performer", "cosformer", "luna", "fmmformer",
+    "routing", "moba",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", COMPILED)
 def test_a_decode_step_compiles_into_one_graph(spec):
-    a, xs = of(spec), inputs(48)
+    options = {} if ":" in spec else mechanism(spec).examples[0]
+    a, xs = of(spec, **options), inputs(48)
     with torch.no_grad():
         _, state = in_chunks(a, [x[:, :, :40] for x in xs], (40,))
         state = state.reserve(64)

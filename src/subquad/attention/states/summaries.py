@@ -120,8 +120,7 @@ class Summaries(Keys):
         """
         every, stop, begin = self._with_heads(chunk), length + chunk.q.shape[2], self.partition.begin(length)
         buffers = self.reserve(buffers, stop)
-        sources: list[tuple[Tensor, Tensor, Tensor | None]] = [(every.k, every.v, None)]
-        below: Summary | None = None
+        sources, below = [(every.k, every.v, None)], None
         for one in self.levels:
             buffers, below = self._more_blocks(module, one, buffers, every, below, length, stop)
             sources.append((below.key, below.value, below.count > 0))
@@ -147,11 +146,13 @@ class Summaries(Keys):
         elif last > first:
             found = self._of_run(module, buffers, tokens, length, first, last)
         seen = 0 if top else length // (one.unit * self._branch) * self._branch
-        old = None if top else self._kept_blocks(buffers, one, seen, first)
-        if found is not None:
+        if found is None:
+            return buffers, self._kept_blocks(buffers, one, seen, first)
+        if top:  # nothing that is kept moves
             buffers = self._put_run(buffers, one, first, found)
-            old = None if old is None else _together([old, found])
-        return buffers, self._kept_blocks(buffers, one, seen, last) if old is None else old
+            return buffers, self._kept_blocks(buffers, one, seen, last)
+        series = _together([self._kept_blocks(buffers, one, seen, first), found])  # before the ring comes round
+        return self._put_run(buffers, one, first, found), series
 
     def _of_run(self, module: Any, buffers: Buffers, tokens: Chunk, length: int, first: int, last: int) -> Summary:
         """The spans first … last-1, of which the first may have begun with tokens that are kept."""
@@ -163,8 +164,8 @@ class Summaries(Keys):
         if bool(real.all()):
             return of_spans(module, old, tokens[:3], last - first, size)
         head = size - len(past)
-        joined = (torch.cat((x, y[:, :, :head]), 2)[:, :, None] for x, y in zip(old, tokens[:3], strict=True))
-        begun = of_tokens(module, *joined, torch.cat((real, real.new_ones(len(real), head)), 1)[:, None])
+        q, k, v = (torch.cat((x, y[:, :, :head]), 2)[:, :, None] for x, y in zip(old, tokens[:3], strict=True))
+        begun = of_tokens(module, q, k, v, torch.cat((real, real.new_ones(len(real), head)), 1)[:, None])
         if last == first + 1:
             return begun
         rest = tokens.part(head, last * size - length)
@@ -267,11 +268,12 @@ def of_spans(module: Any, past: Three, new: Three, count: int, size: int) -> Sum
         return Summary(*found, torch.full((len(new[0]), count), size, device=new[0].device))
     begun, before = list[Summary](), past[0].shape[2]
     if before:
-        joined = (torch.cat((x, y[:, :, : size - before]), 2)[:, :, None] for x, y in zip(past, new, strict=True))
-        begun, count = [of_tokens(module, *joined, None)], count - 1
+        q, k, v = (torch.cat((x, y[:, :, : size - before]), 2)[:, :, None] for x, y in zip(past, new, strict=True))
+        begun, count = [of_tokens(module, q, k, v, None)], count - 1
         new = tuple(x[:, :, size - before :] for x in new)  # type: ignore[assignment]
     if count:
-        begun.append(_of_whole_spans(module, *(x[:, :, : count * size] for x in new), size))
+        q, k, v = (x[:, :, : count * size] for x in new)
+        begun.append(_of_whole_spans(module, q, k, v, size))
     return _together(begun)
 
 
