@@ -51,6 +51,25 @@ def test_occupancy_follows_registers_and_shared_memory():
     assert gpu_build.occupancy("sm_80", 32, 100 * 1024, 4) == 4 / 64  # one program's shared memory
 
 
+def test_innermost_loops_are_found_in_machine_code():
+    """Of NVIDIA and of AMD; a branch forwards is no loop, and a loop around another is not the innermost one."""
+    nvidia = """
+.L_x_0:
+    /*0010*/  IADD3 R0, R0, 1 ;
+.L_x_1:
+    /*0020*/  @P0 BRA `(.L_x_2) ;
+    /*0030*/  HMMA.16816.F32 R4, R8, R12, R4 ;
+.L_x_2:
+    /*0040*/  @P1 BRA `(.L_x_1) ;
+    /*0050*/  @P2 BRA `(.L_x_0) ;
+    /*0060*/  HMMA.16816.F32 R4, R8, R12, R4 ;
+"""
+    (loop,) = gpu_build.innermost_loops(nvidia)
+    assert sum(bool(gpu_build.MATRIX.search(line)) for line in loop) == 1 and len(loop) == 5
+    amd = ".LBB0_3:\n\tv_mfma_f32_32x32x8_f16 a[0:15], v[0:1], v[2:3], a[0:15]\n\ts_cbranch_scc1 .LBB0_3\n"
+    assert len(gpu_build.innermost_loops(amd)) == 1
+
+
 def test_builds_are_refused_in_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="TRITON_INTERPRET is set"):
@@ -71,10 +90,11 @@ def test_the_model_of_the_time():
 def test_kernels_build_without_spills(tmp_path):
     """In a process of its own: here kernels are interpreted."""
     file, environment = tmp_path / "builds.json", {**os.environ, "TRITON_INTERPRET": "0"}
-    words = ["--targets", "sm_80,sm_90,sm_100", "--dtypes", "float16,bfloat16,float32", "--json", str(file)]
+    words = ["--targets", "sm_80,sm_90,sm_100", "--json", str(file)]
     subprocess.run([sys.executable, "-m", "subquad.studies.gpu_build", *words], env=environment, check=True)
     found, entries = json.loads(file.read_text()), {entry.name: entry for entry in builds.entries()}
-    assert len(found) == 3 * 2 * sum(len(entry.dtypes) or 3 for entry in entries.values())
+    assert len(found) == 3 * 2 * sum(len(entry.kinds) for entry in entries.values())
     for build in found:
-        assert (build["matrix"] > 0) == entries[build["kernel"]].multiplies, f"matrix instructions: {build}"
+        multiplies = entries[build["kernel"]].multiplies and build["dtype"] != "float32"  # that takes multiply-adds
+        assert (build["matrix"] > 0) == multiplies, f"matrix instructions in the innermost loops: {build}"
         assert build["stack"] == 0, f"registers are spilled: {build}"

@@ -74,7 +74,7 @@ def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int) -> Made
     from subquad.kernels.merge import triton_tiles as tiles
     from subquad.kernels.merge.gpu import shapes
 
-    shape, pointer = shapes(width, kind.dtype)[kernel], f"*{kind.triton}"
+    shape, pointer = shapes(width, kind.dtype, kind.precision)[kernel], f"*{kind.triton}"
     real = "*u8" if "VALID" in variant else pointer  # queries stand for a mask that is not there
     source = (pointer, "i64", "i64", "i64", pointer, "i64", "i64", "i64", real, "i32", "i32")
     tables = {name: "*i32" for name in ("spans", "tiles", "starts", "rectangles")}
@@ -148,7 +148,9 @@ def _walk(name: str, kind: Kind, width: int) -> Made:
         "n": "i32",
         "chunks": "i32",
     }
-    sizes = gpu.constants(width, width)
+    sizes = gpu.constants(width, width, kind.precision)
     chosen = {"REVERSE": name == "linear db", "EXTRA": name != "linear forward", "TOTAL": name == "linear forward"}
     constants = {**sizes, **chosen, "SCALED": False, "PRECISION": kind.precision}
-    return Made(walk, given, constants, gpu.shape(width).warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}", {})
+    warps = gpu.shape(width, kind.precision).warps
+    options = devices.launch_options(kind.dtype, warps)
+    return Made(walk, given, constants, warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}", options)

@@ -20,7 +20,7 @@ import torch
 
 IMPLS = ("auto", "triton", "aten", "reference")
 WIDEST = 256  # head width
-REGISTERS = 248  # of a thread
+REGISTERS, MOST_REGISTERS = 248, 255  # of a thread: for float32, and all that there are
 MISSING = 'triton is not installed: pip install "subquad[gpu]"'
 
 
@@ -79,11 +79,19 @@ def has_triton() -> bool:
     return find_spec("triton") is not None and find_spec("triton.language") is not None
 
 
-def launch_options(dtype: torch.dtype) -> dict[str, int]:
-    """What the compiler is told of registers. By itself ptxas spills some of a float32 kernel to get one more program
-    onto a multiprocessor; with a limit named it does not. AMD's compiler knows no such option.
+def precision(x: torch.Tensor) -> str:
+    """How float32 is multiplied: as torch multiplies its own matrices."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 and x.is_cuda else "ieee"
+
+
+def launch_options(dtype: torch.dtype, warps: int = 4) -> dict[str, int]:
+    """What the compiler is told of registers. By itself ptxas spills some of a kernel to get one more program onto a
+    multiprocessor; with a limit named it does not. AMD's compiler knows no such option.
     """
-    return {"maxnreg": REGISTERS} if dtype == torch.float32 and not torch.version.hip else {}
+    if torch.version.hip:
+        return {}
+    most = REGISTERS if dtype == torch.float32 else MOST_REGISTERS
+    return {"maxnreg": min(most, 65536 // (32 * warps))}  # a program must fit onto a multiprocessor
 
 
 def route(operator: str, dtype: torch.dtype, width: int, *, dropout: float = 0.0) -> Route:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.kernels import devices
 from subquad.kernels.linear import chunks
 
 STAGES = 1  # a program waits for its state anyway
@@ -21,20 +22,23 @@ def padded(width: int) -> int:
 
 
 class Shape(NamedTuple):
-    """Sizes of the walk for so many features, chosen so that nothing spills (`subquad study gpu-build`)."""
+    """Sizes of the walk for so many features, chosen so that little spills (`subquad study gpu-build`)."""
 
     chunk: int  # tokens
     columns: int  # of the values that one program takes
     warps: int
 
 
-def shape(features: int) -> Shape:
+def shape(features: int, precision: str) -> Shape:
+    """precision: ieee (multiply-adds, which take more registers than matrix instructions) or tf32."""
+    if precision == "ieee":
+        return Shape(16, 16, 8)
     return Shape(32, 32, 4) if features <= 64 else Shape(16, 32, 8)
 
 
-def constants(features: int, width: int) -> dict[str, int]:
+def constants(features: int, width: int, precision: str) -> dict[str, int]:
     """Sizes of the walk over z of this width."""
-    chunk, columns, _ = shape(features)
+    chunk, columns, _ = shape(features, precision)
     return {"F": features, "FP": padded(features), "D": width, "BD": min(columns, padded(width)), "C": chunk}
 
 
@@ -60,8 +64,10 @@ def _walk(x, y, z, scales, extra=(None, None), *, reverse=False, totals=False) -
 
     count, n, width = z.shape
     out, total = torch.empty_like(z), z.new_empty(z.shape[:2])
-    sizes, launch = constants(x.shape[2], width), {"num_warps": shape(x.shape[2]).warps, "num_stages": STAGES}
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 and z.is_cuda else "ieee"
+    precision = devices.precision(z)
+    sizes = constants(x.shape[2], width, precision)
+    warps = shape(x.shape[2], precision).warps
+    launch = {"num_warps": warps, "num_stages": STAGES, **devices.launch_options(z.dtype, warps)}
     given = tuple(z if t is None else t.contiguous() for t in (scales, *extra))  # z stands for what is not there
     chosen = {"REVERSE": reverse, "SCALED": scales is not None, "EXTRA": extra[0] is not None, "TOTAL": totals}
     triton_walk.walk[(count, -(-width // sizes["BD"]))](

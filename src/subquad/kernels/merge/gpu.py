@@ -26,8 +26,14 @@ class Shape(NamedTuple):
     stages: int
 
 
-def shapes(width: int, dtype: torch.dtype) -> dict[str, Shape]:
-    """Tiles for heads of this width, chosen so that no kernel spills registers (`subquad study gpu-build`)."""
+def shapes(width: int, dtype: torch.dtype, precision: str = "ieee") -> dict[str, Shape]:
+    """Tiles for heads of this width, chosen so that no kernel spills registers (`subquad study gpu-build`).
+
+    precision, of float32: ieee (multiply-adds, which take more registers than matrix instructions) or tf32.
+    """
+    if dtype == torch.float32 and precision == "ieee":
+        shape = Shape(32, 32, 8, 2) if width <= 64 else Shape(32, 16, 8, 1)
+        return dict.fromkeys(("forward", "query_gradient", "key_gradient"), shape)
     if dtype == torch.float32:
         size = 64 if width <= 64 else 32
         small = 32 if width <= 128 else 16
@@ -63,7 +69,7 @@ class Tables(NamedTuple):
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
     from subquad.kernels.merge import triton_tiles as tiles
 
-    work, shape = _ready(q), shapes(q.shape[3], q.dtype)["forward"]
+    work, shape = _ready(q), shapes(q.shape[3], q.dtype, devices.precision(q))["forward"]
     passes = _query_tables(q, keys, values, support, which, n, lengths, shape)
     kind = torch.float32 if len(passes) > 1 else q.dtype  # between passes nothing is rounded
     out = torch.zeros(q.shape, dtype=kind, device=q.device)
@@ -87,7 +93,7 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
 
     work, grad = _ready(q), _ready(grad.to(q.dtype))
     delta = (grad.float() * out.float()).sum(-1)  # (B, H, r)
-    lse, sizes = lse.float().contiguous(), shapes(q.shape[3], q.dtype)
+    lse, sizes = lse.float().contiguous(), shapes(q.shape[3], q.dtype, devices.precision(q))
     sources, common = _sources(keys, values, valid, q), _common(q, seed, dropout, support, which, n, valid)
     shape = sizes["query_gradient"]
     passes = _query_tables(q, keys, values, support, which, n, lengths, shape)
@@ -159,14 +165,13 @@ class _Common(NamedTuple):
 
 def _common(q: Tensor, seed: Tensor | None, dropout: float, support: str, which: str, n: int, valid) -> _Common:
     width = q.shape[3]
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 and q.is_cuda else "ieee"
     constants = {
         "D": width,
         "DP": max(16, 1 << (width - 1).bit_length()),
         "RULES": schedule.rules_of(plan_of(support, n, which)) if n else 0,
         "VALID": bool(valid),
         "DROP": dropout > 0,
-        "PRECISION": precision,
+        "PRECISION": devices.precision(q),
     }
     hashed = q if not dropout or seed is None else dropout_seed(seed.to(q.device)).view(1)
     return _Common(hashed, 1 / (1 - dropout), len(q), constants)
