@@ -77,7 +77,7 @@ x + 1
 import nothing
 ```
 
-<!-- saved as: mine.py -->
+<!-- saved as: page_helper.py -->
 ```python
 name = "saved"
 ```
@@ -85,8 +85,8 @@ name = "saved"
 Text.
 
 ```python
-import mine
-mine.name
+import page_helper
+page_helper.name
 ```
 """
 
