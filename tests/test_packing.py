@@ -155,6 +155,17 @@ def test_what_is_no_packing_is_refused(packed, words):
         SubquadModel(config())(torch.ones(1, 32, dtype=torch.long), **packed)
 
 
+def test_sequences_of_one_length_stay_where_they_are():
+    packing = packing_of((1, 12), cu_seqlens=torch.tensor([0, 4, 8, 12]))
+    x = torch.randn(1, 12, 3)
+    rows = packing.buckets[0].rows(x)
+    assert packing.buckets[0].in_order and rows.shape == (3, 4, 3) and rows.data_ptr() == x.data_ptr()
+    assert packing.join([rows]).equal(x)
+    uneven = packing_of((1, 12), cu_seqlens=torch.tensor([0, 4, 9, 12]))
+    assert not any(bucket.in_order for bucket in uneven.buckets)
+    assert uneven.join([bucket.rows(x) for bucket in uneven.buckets]).equal(x)
+
+
 def test_one_row_for_all_sequences():
     with pytest.raises(ValueError, match="a batch of 1, not of 2"):
         SubquadModel(config())(torch.ones(2, 8, dtype=torch.long), cu_seqlens=torch.tensor([0, 8]))

@@ -28,9 +28,12 @@ class Bucket(NamedTuple):
 
     slots: Tensor  # int64 (R, m): which of all the slots stands here; behind the end of a sequence any of its row
     mask: Tensor | None  # bool (R, m): what is within a row; None = everything
+    in_order: bool = False  # the slots are all there are, one after another: nothing moves
 
     def rows(self, x: Tensor) -> Tensor:
         """(B, n, …) → (R, m, …)."""
+        if self.in_order:
+            return x.flatten(0, 1).unflatten(0, self.slots.shape)
         return x.flatten(0, 1).index_select(0, self.slots.flatten()).unflatten(0, self.slots.shape)
 
 
@@ -64,13 +67,16 @@ class Packing(NamedTuple):
     def join(self, rows: Sequence[Tensor]) -> Tensor:
         """What the buckets give, (R, m, D) each, in the order of the slots: (B, n, D); 0 where a slot has no place."""
         tokens = [x.flatten(0, 1) for x in rows]
-        return torch.cat([*tokens, tokens[0].new_zeros(1, tokens[0].shape[1])])[self.back].unflatten(0, self.shape)
+        if self.buckets[0].in_order:
+            return tokens[0].unflatten(0, self.shape)
+        tokens.append(tokens[0].new_zeros(1, tokens[0].shape[1]))
+        return torch.cat(tokens).index_select(0, self.back).unflatten(0, self.shape)
 
     def join_weights(self, rows: Sequence[Tensor]) -> Tensor:
         """Weights (R, H, m, m) of every bucket as one matrix (B, H, n, n) with a block for each sequence."""
         (batch, n), heads = self.shape, rows[0].shape[1]
         weights = rows[0].new_zeros(batch, n, n, heads)
-        for (index, mask), x in zip(self.buckets, rows, strict=True):
+        for (index, mask, _), x in zip(self.buckets, rows, strict=True):
             row, slot = index[:, :1, None] // n, index % n
             if mask is not None:
                 x = x * (mask[:, None, :, None] & mask[:, None, None])
@@ -212,6 +218,8 @@ def _apart(slots: Tensor, starts: Tensor, shape: tuple[int, int], sharing: str =
         back[index[mask]] = filled + mask.flatten().nonzero()[:, 0]
         buckets.append(Bucket(index, None if bool(mask.all()) else mask))
         filled, at = filled + index.numel(), at + count
+    if len(buckets) == 1 and buckets[0].mask is None and filled == len(back) and bool((back.diff() == 1).all()):
+        buckets = [buckets[0]._replace(in_order=True)]
     return Packing(tuple(buckets), back.where(back >= 0, filled), shape, slots, starts)
 
 
