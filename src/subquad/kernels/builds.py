@@ -15,7 +15,7 @@ import torch
 from subquad.kernels import devices
 
 
-class Made(NamedTuple):
+class Launch(NamedTuple):
     function: Any
     signature: dict[str, Any]  # the types of its arguments, in order
     constants: dict[str, Any]
@@ -43,7 +43,7 @@ KINDS = {
 
 class Entry(NamedTuple):
     name: str
-    make: Callable[[Kind, int], Made]  # with the head width
+    make: Callable[[Kind, int], Launch]  # with the head width
     kinds: tuple[str, ...] = tuple(KINDS)
     multiplies: bool = True  # matrices, by the tensor cores
 
@@ -69,7 +69,7 @@ def entries() -> Iterator[Entry]:
         yield Entry(name, partial(_walk, name), ("float32", "TF32"))
 
 
-def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int) -> Made:
+def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch:
     """Two sources, tokens and summaries: what a Combiner runs."""
     from subquad.kernels.merge import triton_tiles as tiles
     from subquad.kernels.merge.gpu import shapes
@@ -108,10 +108,10 @@ def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int) -> Made
         numbers = {"heads": "i32", "rows": "i32", "keys": "i32", **dict(list(numbers.items())[2:]), "before": "i32"}
     signature = {**given, **tables, "seed": "*i64", **strides, **numbers}
     options = devices.launch_options(kind.dtype)
-    return Made(function, signature, constants, *shape[2:], f"{shape.queries}×{shape.keys}", options)
+    return Launch(function, signature, constants, *shape[2:], f"{shape.queries}×{shape.keys}", options)
 
 
-def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Made:
+def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch:
     """Lists of edges; the backward with the straight-through gradient of SBM."""
     from subquad.kernels.edges import gpu, rows
 
@@ -130,16 +130,16 @@ def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Made:
     sizes, pointer, options = {**gpu.widths(width), **constants}, f"*{kind.triton}", devices.launch_options(kind.dtype)
     if name == "edges sums":
         given = {x: pointer for x in ("W", "X", "Out")} | {"indptr": "*i64", "places": "*i32", "slots": "*i64"}
-        return Made(function, given | whole, sizes, 4, 3, f"1×{gpu.EDGES}", options)
+        return Launch(function, given | whole, sizes, 4, 3, f"1×{gpu.EDGES}", options)
     given = {x: pointer for x in ("Q", "K", "V", *outputs)} | {"indptr": "*i64", "indices": "*i32"}
     drawn = {"real": "*u8", "numbers": "*i64", "columns": "*i64", "seed": "*i64"}
     given |= drawn if variant else dict.fromkeys(drawn, pointer)  # not there: queries stand for them
     real = dict.fromkeys(("scale", "rate", "up"), "fp32")
     constants = {**sizes, "MASK": False, "DROP": False, **variant}
-    return Made(function, given | whole | real, constants, 4, 3, f"1×{gpu.EDGES}", options)
+    return Launch(function, given | whole | real, constants, 4, 3, f"1×{gpu.EDGES}", options)
 
 
-def _walk(name: str, kind: Kind, width: int) -> Made:
+def _walk(name: str, kind: Kind, width: int) -> Launch:
     """As many features as the head is wide; the gradient of b as that of v, with one number more per token."""
     from subquad.kernels.linear import gpu
     from subquad.kernels.linear.triton_walk import walk
@@ -153,4 +153,4 @@ def _walk(name: str, kind: Kind, width: int) -> Made:
     constants = {**sizes, **chosen, "SCALED": False, "PRECISION": kind.precision}
     warps = gpu.shape(width, kind.precision).warps
     options = devices.launch_options(kind.dtype, warps)
-    return Made(walk, given, constants, warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}", options)
+    return Launch(walk, given, constants, warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}", options)
