@@ -53,7 +53,9 @@ def _pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     given = [x, weight] if bias is None else [x, weight, bias]
     return (
         x.numel() * weight.shape[0] >= LEAST
-        and all(type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.device.type == "cpu" for t in given)
+        and all(
+            type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.device.type == "cpu" for t in given
+        )
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._are_functorch_transforms_active()

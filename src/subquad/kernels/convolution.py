@@ -2,9 +2,9 @@
 
     out_i = plus_i + Σ_t f_t x_(i + t - T // 2)          f (H, T), T odd; 0 beyond both ends
 
-On a CPU one pass over rows where they stand (heads of one projection beside each other, say), so that nothing is padded,
-unfolded or transposed. Elsewhere a block of outputs is the product of a band matrix and the rows around it. Both
-gradients are convolutions again, so every derivative exists.
+On a CPU one pass over rows where they stand (heads of one projection beside each other, say), so that nothing is
+padded, unfolded or transposed. Elsewhere a block of outputs is the product of a band matrix and the rows around it.
+Both gradients are convolutions again, so every derivative exists.
 """
 
 from __future__ import annotations
