@@ -156,7 +156,7 @@ def _train(run: Run, arguments: Any, splits: Any, checkpoint: Path | None) -> di
 
 
 def is_trained(checkpoint: Path, task: Any) -> bool:
-    """Whether training came to its end at a checkpoint: all steps are done, patience ran out, or the score is enough."""
+    """Whether training ended at a checkpoint: all steps are done, patience ran out, or the score is enough."""
     recipe, state = task.recipe, checkpoints.read_state(checkpoint)
     if checkpoints.step_of(checkpoint) >= recipe.steps:
         return True
