@@ -240,6 +240,36 @@ def test_long_chunks_of_slices(options):
     close(*(torch.autograd.grad(z.square().sum(), x, retain_graph=True)[0] for z in (got, want)), 1e-8, "gradient")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        "slice_length=8",
+        "slice_length=8,extension=1.5",
+        "slice_length=4,extension=3,composition=parallel,pool=max",
+        "slice_length=4,levels=3,composition=global-local,share_weights=false",
+        "slice_length=8,local=mlp,pool=linear",
+    ],
+)
+def test_long_chunks_of_slices_without_padding_go_through_the_kernels(options):
+    """Slices that begin before a chunk and end in it or behind it, and a crop after all of that."""
+    torch.manual_seed(0)
+    about = {"batch_first": True, "attention": f"composite-slice:{options}", "causal": True}
+    layer = subquad.MultiheadAttention(16, 2, **about).double().eval()
+    x = torch.randn(2, 700, 16, dtype=torch.float64, requires_grad=True)
+    whole, _ = layer(x, x, x, need_weights=False)
+    for train in (True, False):
+        outs, state = [], layer.start(2, rollback=3)
+        with torch.set_grad_enabled(train):
+            for a, b in ((0, 70), (70, 71), (71, 90), (90, 107), (107, 340), (340, 500), (500, 690)):
+                y, state = layer.extend(x[:, a:b], state)
+                outs.append(y)
+            y, _ = layer.extend(x[:, 687:], state.crop(687))
+            got = torch.cat([*outs, y[:, 3:]], 1)
+        close(got, whole, 1e-9, f"value, with gradients: {train}")
+        if train:
+            close(*gradients(got, [x]), *gradients(whole, [x]), 1e-8, "gradient")
+
+
 @pytest.mark.parametrize("spec", ["hca:window=5,rate=8", "csa:window=7,rate=4,topk=3"])
 def test_long_chunks_of_entries(spec):
     """Rings come round many times in a chunk; fewer key heads, dropout by positions, and values of half precision."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from subquad.abstraction import AnyKind
 from subquad.attention.base import Call, Record
 from subquad.attention.combiner import Combiner, CombinerOptions
+from subquad.attention.rows import Rows, repeat_heads
 from subquad.attention.summaries import SummaryKeys, attend_projected, define_projected, prepared
 from subquad.core.hashing import seed_from
 from subquad.core.numbers import settled
@@ -312,6 +313,11 @@ class CombinerPlan(Combiner):
             out = self._attend(x, y, z, own) if size else x
             rows.append(F.pad(out, (0, 0, 0, q.shape[2] - size)))
         return torch.cat(rows)
+
+    def attend_aligned(self, q, k, v, real, lengths, seed):
+        """Streaming needs sets that follow from the position of a query alone: one plan has those of all rows."""
+        call = self._call(Rows(real, None, None, None), seed, q.shape[2])
+        return self._attend(q, repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), call)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Over edge lists: summaries to their members, queries to tokens and summaries."""
