@@ -7,7 +7,6 @@ whole: eq. 9 is a gradient of its own.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ class Graphs(Replay):
     def extend(self, module: Any, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
         if torch.is_grad_enabled() or (module.training and module.options.dropout):
             kept = {name: x for name, x in state.buffers.items() if name != "z"}  # made again when it is needed
-            return super().extend(module, chunk, replace(state, buffers=kept))
+            return super().extend(module, chunk, state.part(self, kept))
         length = state.length + chunk.added
         longest = 0 if torch.compiler.is_compiling() else int(length.max())
         q, k, _ = every_head(chunk)

@@ -41,6 +41,9 @@ class Replay(Memory):
     def reserve(self, buffers: Buffers, length: int) -> Buffers:
         return with_room(buffers, length)
 
+    def room(self, buffers: Buffers) -> int | None:
+        return buffers["real"].shape[1] - 1 if buffers else None
+
     @property
     def forgets(self) -> bool:
         return False

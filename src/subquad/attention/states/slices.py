@@ -70,6 +70,9 @@ class Slices(Memory):
             name: grown(x, wanted, x.dim() // 2) for name, x in buffers.items() if name.startswith("top.")
         }
 
+    def room(self, buffers: Buffers) -> int | None:
+        return buffers["top.k"].shape[2] * self.size**self.top - 1 if buffers else None
+
     def extend(self, module: Any, chunk: Chunk, state: State, project: Any = None) -> tuple[Tensor, Buffers]:
         t, buffers = chunk.k.shape[2], dict(state.buffers)
         everyone = torch.ones_like(chunk.position, dtype=torch.bool)

@@ -77,9 +77,7 @@ def _(like, lengths, support, families, n):
 def _mask(like: Tensor, lengths: Tensor | None, support: str, families: list[int], n: int) -> Tensor:
     pattern, rows = cast(Pattern, parse(support)), []
     for size in _sizes(n, lengths):
-        masks = [
-            pattern.rows(size, _family(f), 0, size) if size else np.zeros((0, 0), bool) for f in families
-        ]
+        masks = [pattern.rows(size, _family(f), 0, size) if size else np.zeros((0, 0), bool) for f in families]
         rows.append(np.stack([np.pad(mask, (0, n - size)) for mask in masks]))
     return torch.from_numpy(np.stack(rows)).to(like.device)
 
