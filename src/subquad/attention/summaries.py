@@ -19,7 +19,7 @@ from subquad.attention.checks import check_inputs
 from subquad.core.numbers import is_symbolic, length_of
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members
-from subquad.kernels.pools.groups import grid, group_pool, groups_with_members
+from subquad.kernels.pools.groups import grid, group_pool, group_pools, groups_with_members
 from subquad.supports.grids import has_groups
 from subquad.supports.partitions import GroupSet
 from subquad.supports.shards import in_blocks
@@ -157,7 +157,7 @@ class _Reverse:
 def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: _Finder) -> Source:
     """Columns and rows, see `group_pool`."""
     about, exists = (group_set.pool, group_set.size, module.options.causal), tokens.call.exists
-    query, key = (group_pool(x, exists, module.abstraction.pool, *about) for x in features)
+    query, key = group_pools(features, exists, module.abstraction.pool, *about)
     value = find(query, (tokens.k, tokens.v, exists))
     return key, value, groups_with_members(tokens.k, exists, *about)
 
