@@ -38,9 +38,7 @@ def takes(xs: Sequence[Tensor]) -> bool:
 
 
 @torch.library.custom_op("subquad::line_max", mutates_args=(), device_types="cpu")
-def line_max(
-    xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool, running: bool
-) -> list[Tensor]:
+def line_max(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool, running: bool) -> list[Tensor]:
     """xs (B, H, n, d), exists bool (B, 1, n) → for each a tensor (B, H, rows·cols, d), places row by row.
 
     `down`: along the columns, else along the rows; `running`: up to and including oneself, else all others.
@@ -180,7 +178,7 @@ def _running(worker, workers, arguments):
 
 @Workers
 def _running_backward(worker, workers, arguments):
-    (like, size, width, heads, n, tasks, queue, packs, lines, beside, apart, length, wide, real, nobody,
+    (like, size, width, heads, n, tasks, queue, packs, lines, beside, apart, length, wide, real, _nobody,
      matrices) = arguments[0]  # fmt: skip
     zero, one = like.dtype.type(0), like.dtype.type(1)
     instances = tasks // packs // len(matrices)
@@ -239,7 +237,7 @@ def _others(worker, workers, arguments):
 
 @Workers
 def _others_backward(worker, workers, arguments):
-    (like, size, width, heads, n, tasks, queue, packs, lines, beside, apart, length, wide, real, nobody,
+    (like, size, width, heads, n, tasks, queue, packs, lines, beside, apart, length, wide, real, _nobody,
      matrices) = arguments[0]  # fmt: skip
     zero, instances = like.dtype.type(0), tasks // packs // len(matrices)
     tops, absent = np.empty((2, width), like.dtype), np.full(width, -np.inf, like.dtype)
