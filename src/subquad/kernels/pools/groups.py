@@ -14,6 +14,7 @@ from torch import Tensor
 
 from subquad.core.numbers import is_symbolic
 from subquad.kernels.pools import lines
+from subquad.kernels.pools.node_max import node_max
 from subquad.kernels.pools.nodes import binary_nodes
 from subquad.kernels.pools.shapes import anyone, others, pooled, prefixes
 from subquad.supports.grids import has_groups
@@ -36,13 +37,13 @@ def group_pool(x: Tensor, exists: Tensor | None, pool: str, kind: str, c: int, c
 def group_pools(xs: Sequence[Tensor], exists: Tensor | None, pool: str, kind: str, c: int, causal: bool):
     """`group_pool` of several tensors: in one pass, where a CPU has a kernel for it."""
     n = xs[0].shape[2]
-    fits = pool == "max" and kind in ("column", "row") and not is_symbolic(n) and lines.takes(xs)
-    if not fits:
+    if pool != "max" or kind not in ("nodes", "column", "row") or is_symbolic(n) or not lines.takes(xs):
         return [group_pool(x, exists, pool, kind, c, causal) for x in xs]
-    shape = (-(-n // c) - causal, c, kind == "column", kind == "column" and causal)
+    shape = (-(-n // c) - causal, c, kind == "column", kind == "column" and causal) if kind != "nodes" else ()
+    run = node_max if kind == "nodes" else lines.line_max
     if all(x.shape == xs[0].shape for x in xs):
-        return lines.line_max(list(xs), exists, *shape)
-    return [lines.line_max([x], exists, *shape)[0] for x in xs]
+        return run(list(xs), exists, *shape)
+    return [run([x], exists, *shape)[0] for x in xs]
 
 
 def groups_with_members(x: Tensor, exists: Tensor | None, kind: str, c: int, causal: bool) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.parallel import inline
-from subquad.kernels.pools.line_rows import (
+from subquad.kernels.pools.max_rows import (
     gather_shares,
     others_row,
     pay_shares,

@@ -1,4 +1,4 @@
-"""Vector instructions for maxima along a line of tokens, feature by feature, and for their gradients.
+"""Vector instructions for maxima over tokens, feature by feature, and for their gradients.
 
 A row is the features of one token, or a running value of each of them, given by the address of its first entry; `count`
 is their number, a multiple of the lanes, as in `vectors`. Comparisons are written so that NaN stays NaN.
@@ -126,3 +126,19 @@ def pay_shares(e, at, nothing):
         share = b.fdiv(at.load(2, behind), b.select(b.fcmp_ordered(">", number, one), number, one))
         found.append(b.select(b.fcmp_ordered("==", at.load(1), at.load(0, behind)), share, zero))
     at.store(b.fadd(*found), 3)
+
+
+@_each
+def larger_of(e, at, nothing):
+    """(x, y, out): out = max(x, y)."""
+    at.store(_larger(e, at.load(0), at.load(1)), 2)
+
+
+@_each
+def pay_half(e, at, nothing):
+    """(left, right, dx of the left, dx): what is owed goes to the larger half, in equal parts where they are equal."""
+    b, zero, left, right, owed = e.builder, e.constant(0.0), at.load(0), at.load(1), at.load(3)
+    share = b.select(b.fcmp_ordered(">", left, right), owed, zero)
+    share = b.select(b.fcmp_ordered("==", left, right), b.fmul(owed, e.constant(0.5)), share)
+    at.store(b.fadd(at.load(2), share), 2)
+    at.store(b.fsub(owed, share), 3)
