@@ -205,7 +205,8 @@ def tally(rows: Sequence[Compared]) -> str:
     for what, limit in (("time", TIME), ("memory", MEMORY)):
         errors = [error for row in rows if (error := getattr(row, f"{what}_error")) is not None]
         good = sum(abs(error) <= limit for error in errors)
-        found.append(f"{what.capitalize()} within {100 * limit:.0f} %: {good} of {len(errors)}.")
+        missing = f" ({COUNT - len(errors)} not measured yet)" if len(errors) < COUNT else ""
+        found.append(f"{what.capitalize()} within {100 * limit:.0f} %: {good} of {len(errors)}{missing}.")
     return " ".join(found)
 
 
