@@ -43,7 +43,7 @@ def _keys(module: str, definition: ast.ClassDef, attribute: str) -> list[str]:
         if name == attribute:
             if not isinstance(value, ast.Dict) or not value.keys:
                 raise Unreadable
-            found = [key.value for key in value.keys if isinstance(key, ast.Constant)]
+            found = [str(key.value) for key in value.keys if isinstance(key, ast.Constant)]
             if len(found) < len(value.keys):  # {**others, …}
                 raise Unreadable
             return found
