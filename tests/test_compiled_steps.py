@@ -6,6 +6,10 @@ from torch._dynamo.testing import CompileCounter
 
 import subquad
 from subquad.attention.registry import mechanism
+from subquad.kernels.edges import EdgeList, rows_of
+from subquad.kernels.tables import most_named, named_keys
+from subquad.supports.drawn import Random
+from subquad.supports.patterns import Logsparse, Strided
 from subquad.testing.case import Case, close
 from subquad.testing.streaming import make, stream
 
@@ -120,3 +124,31 @@ def test_without_a_greatest_length_the_room_is_that_of_the_buffers():
     assert all(torch.equal(x, state.buffers[name]) for name, x in before.items()), "an error has changed the state"
     y, _ = torch.compile(module.extend, backend="eager")(*(x[:, :, room : room + 1] for x in xs), state.reserve(600))
     close(y, whole[:, :, room : room + 1], 1e-9, "with more room")
+
+
+# ---- the operators behind it --------------------------------------------------------------------------------
+
+
+def test_rows_of_an_edge_list():
+    """A few rows of every graph, in any order, one of them behind the last."""
+    seen = torch.rand(3, 6, 9, generator=torch.Generator().manual_seed(0)) < 0.4
+    row = torch.tensor([[4, 0], [6, 5], [2, 2]])
+    found = rows_of(EdgeList.from_mask(seen), row)
+    padded = torch.nn.functional.pad(seen, (0, 0, 0, 1))  # row 6 has no edge
+    assert torch.equal(found.to_mask(), padded.gather(1, row[..., None].expand(3, 2, 9)))
+    edges = EdgeList.from_mask(seen)
+    result = torch.library.opcheck(torch.ops.subquad.edge_rows.default, (edges.indptr, edges.indices, row))
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("pattern", [Logsparse(causal=True), Strided(causal=True, w=4), Random(causal=True, seed=3)])
+def test_named_keys_are_those_of_the_mask(pattern):
+    n, families = 40, tuple(range(pattern.families))
+    position, width = torch.tensor([[0, 7, 31], [39, 8, 16]]), most_named(pattern.text, families, n)
+    named = named_keys(position, pattern.text, families, width)  # (2, families, 3, width)
+    listed = torch.zeros(*named.shape[:3], n + 1, dtype=torch.bool)
+    listed = listed.scatter(3, torch.where(named < 0, n, named), True)[..., :n]
+    masks = torch.stack([pattern.mask(n, family) for family in families])  # (families, n, n)
+    assert torch.equal(listed, masks[:, position].transpose(0, 1))
+    arguments = (position, pattern.text, list(families), width)
+    assert set(torch.library.opcheck(torch.ops.subquad.named_keys.default, arguments).values()) == {"SUCCESS"}

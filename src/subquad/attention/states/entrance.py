@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, State, appended, least
+from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, State, appended, smallest_room
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -138,7 +138,7 @@ def check_room(module: Attention, state: State, chunk: Chunk) -> None:
     """A compiled graph has buffers of one size: at run time it refuses tokens that there is no room for."""
     rooms = [state.memory.room(state.buffers), module.options.max_length]
     rooms += [state.tokens["real"].shape[1] - 1] if state.tokens else []
-    room = least(rooms)
+    room = smallest_room(rooms)
     if room is not None:
         text = f"{module.name}: the state has room for {room} positions in a compiled step: state.reserve(length) makes"
         text += f" room{'' if module.options.max_length is None else f', up to max_length={module.options.max_length}'}"

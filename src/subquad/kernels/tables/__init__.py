@@ -118,7 +118,7 @@ def _named(position: Tensor, support: str, families: list[int], width: int) -> T
     lists = [pattern.named(_family(f), i) for f in families]
     most = width or max(x.shape[-1] for x in lists)
     wide = [np.pad(x, ((0, 0), (0, 0), (0, most - x.shape[-1])), constant_values=-1) for x in lists]
-    return torch.from_numpy(np.stack(wide, 1)).to(position.device)
+    return torch.from_numpy(np.stack(wide, 1)).to(position.device, torch.int64)
 
 
 @_named.register_fake
