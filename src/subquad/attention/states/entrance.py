@@ -62,6 +62,8 @@ def recomputed(module: Attention, state: State, *project: Any) -> State:
     """The state itself; after a crop beyond what its buffers keep, one of the same length from the kept tokens."""
     if not state.stale:
         return state
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{module.name}: the state is to be recomputed after a crop: extend it eagerly once")
     assert state.tokens is not None
     n, even = int(state.length.max()), state.even
     q, k, v = (state.tokens.get(name, state.tokens["k"])[:, :, :n] for name in "qkv")
