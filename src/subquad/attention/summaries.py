@@ -19,7 +19,7 @@ from subquad.attention.checks import check_inputs
 from subquad.core.numbers import is_symbolic, length_of
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members
-from subquad.kernels.pools.groups import grid, group_pool, groups_with_members
+from subquad.kernels.pools.groups import grid, group_pools, groups_with_members
 from subquad.supports.grids import has_groups
 from subquad.supports.partitions import GroupSet
 from subquad.supports.shards import in_blocks
@@ -122,7 +122,7 @@ def _nodes(module, tokens: Tokens, features, find: _Finder, *, back: bool) -> So
     real = tokens.call.exists
     exists = None if real is None else turn(real[..., None])[..., 0]  # (B, 1, n)
     about = ("nodes", 0, module.options.causal)
-    query, key = (group_pool(x, exists, module.abstraction.pool, *about) for x in (fq, fk))
+    query, key = group_pools((fq, fk), exists, module.abstraction.pool, *about)
     if module.abstraction.learns:  # a single token stands for itself
         single = torch.arange(k.shape[2], device=k.device)[:, None] % 2 == 0
         key = torch.where(single, k, key)
@@ -157,7 +157,7 @@ class _Reverse:
 def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: _Finder) -> Source:
     """Columns and rows, see `group_pool`."""
     about, exists = (group_set.pool, group_set.size, module.options.causal), tokens.call.exists
-    query, key = (group_pool(x, exists, module.abstraction.pool, *about) for x in features)
+    query, key = group_pools(features, exists, module.abstraction.pool, *about)
     value = find(query, (tokens.k, tokens.v, exists))
     return key, value, groups_with_members(tokens.k, exists, *about)
 

@@ -65,6 +65,15 @@ class Memory:
         return None
 
 
+class Unmade(Memory):
+    """Stands for the memory of a state that comes out of a graph: a graph returns tensors. Its mechanism makes another
+    before it goes on; until then nothing can be taken back.
+    """
+
+    def earliest(self, state: State) -> Tensor:
+        return state.length
+
+
 @dataclass(frozen=True, eq=False)
 class State:
     """What a causal mechanism knows of the tokens so far. A value: every method returns another state.

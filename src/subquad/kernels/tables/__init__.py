@@ -52,6 +52,11 @@ def _sizes(n: int, lengths: Tensor | None) -> list[int]:
     return [n] if lengths is None else lengths.tolist()
 
 
+def _given(x: np.ndarray, like: Tensor) -> Tensor:
+    """On the device of `like`, without waiting for it."""
+    return torch.from_numpy(x).to(like.device, non_blocking=True)
+
+
 @torch.library.custom_op("subquad::pattern_edges", mutates_args=())
 def _edges(like: Tensor, lengths: Tensor | None, support: str, families: list[int], n: int) -> tuple[Tensor, Tensor]:
     """indptr (graphs, n + 1) int64 and indices (E,) int32: batch element by batch element, family by family."""
@@ -63,7 +68,7 @@ def _edges(like: Tensor, lengths: Tensor | None, support: str, families: list[in
             indices.append(keys)
     flat = pointers(np.concatenate(degrees))  # (graphs·n + 1,)
     starts = np.arange(len(degrees))[:, None] * n + np.arange(n + 1)
-    return torch.from_numpy(flat[starts]).to(like.device), torch.from_numpy(np.concatenate(indices)).to(like.device)
+    return _given(flat[starts], like), _given(np.concatenate(indices), like)
 
 
 @_edges.register_fake
@@ -79,7 +84,7 @@ def _mask(like: Tensor, lengths: Tensor | None, support: str, families: list[int
     for size in _sizes(n, lengths):
         masks = [pattern.rows(size, _family(f), 0, size) if size else np.zeros((0, 0), bool) for f in families]
         rows.append(np.stack([np.pad(mask, (0, n - size)) for mask in masks]))
-    return torch.from_numpy(np.stack(rows)).to(like.device)
+    return _given(np.stack(rows), like)
 
 
 @_mask.register_fake
@@ -165,7 +170,7 @@ def _partition_edges(like: Tensor, support: str, members: bool, n: int, rows: in
     lists = _lists(parse(support), n)[0 if members else 1]
     indptr = pointers(np.array([len(row) for row in lists], np.int64))[None]
     indices = np.fromiter((j for row in lists for j in row), np.int32)
-    return torch.from_numpy(indptr).to(like.device), torch.from_numpy(indices).to(like.device)
+    return _given(indptr, like), _given(indices, like)
 
 
 @_partition_edges.register_fake
