@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, Memory, State, appended, least
+from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, Memory, State, appended, smallest_room
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -67,6 +67,8 @@ def recomputed(module: Attention, state: State, *project: Any) -> State:
     """The state itself; after a crop beyond what its buffers keep, one of the same length from the kept tokens."""
     if not state.stale:
         return state
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{module.name}: the state is to be recomputed after a crop: extend it eagerly once")
     assert state.tokens is not None
     n, even = int(state.length.max()), state.even
     q, k, v = (state.tokens.get(name, state.tokens["k"])[:, :, :n] for name in "qkv")
@@ -143,7 +145,7 @@ def check_room(module: Attention, state: State, chunk: Chunk) -> None:
     """A compiled graph has buffers of one size: at run time it refuses tokens that there is no room for."""
     rooms = [state.memory.room(state.buffers), module.options.max_length]
     rooms += [state.tokens["real"].shape[1] - 1] if state.tokens else []
-    room = least(rooms)
+    room = smallest_room(rooms)
     if room is not None:
         text = f"{module.name}: the state has room for {room} positions in a compiled step: state.reserve(length) makes"
         text += f" room{'' if module.options.max_length is None else f', up to max_length={module.options.max_length}'}"
