@@ -17,6 +17,11 @@ class Replay(Memory):
     """Everything. A step costs what a call costs; the fast path decides what is computed."""
 
     def extend(self, module: Attention, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
+        if torch.compiler.is_exporting():
+            raise ValueError(
+                f"{module.name} cannot be exported with a cache: it reads all tokens again at every step, and how many "
+                "those are is not known while it is traced; export it with use_cache=False"
+            )
         length = state.length + chunk.added  # (B,)
         n = int(length.max())
         buffers = appended(state.buffers, {"q": chunk.q, "k": chunk.k, "v": chunk.v}, chunk, n)
