@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, Memory, State, appended
+from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, Memory, State, appended, least
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -123,7 +123,10 @@ def check_heads(state: State, k: Tensor) -> None:
 
 def check_length(module: Attention, state: State, chunk: Chunk) -> None:
     longest = module.options.max_length
-    if longest is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        check_room(module, state, chunk)
+        return
+    if longest is None:
         return
     if state.even is not None and chunk.real is None:
         wanted = state.even + chunk.q.shape[2]
@@ -134,6 +137,17 @@ def check_length(module: Attention, state: State, chunk: Chunk) -> None:
             f"{module.name}: the state has {int(state.length.max())} positions, {chunk.q.shape[2]} more are beyond "
             f"max_length={longest}"
         )
+
+
+def check_room(module: Attention, state: State, chunk: Chunk) -> None:
+    """A compiled graph has buffers of one size: at run time it refuses tokens that there is no room for."""
+    rooms = [state.memory.room(state.buffers), module.options.max_length]
+    rooms += [state.tokens["real"].shape[1] - 1] if state.tokens else []
+    room = least(rooms)
+    if room is not None:
+        text = f"{module.name}: the state has room for {room} positions in a compiled step: state.reserve(length) makes"
+        text += f" room{'' if module.options.max_length is None else f', up to max_length={module.options.max_length}'}"
+        torch._assert_async((state.length + chunk.added <= room).all(), text)
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------
