@@ -89,11 +89,13 @@ def gpu_build(
     rows: list[Build] = []
     for job in jobs(kinds, [int(width) for width in widths.split(",")], wanted):
         if kernels in job.kernel:
-            if (job.target, job.source) not in known:
+            place = (job.target, job.source)
+            if place not in known:
                 err().print(f"{job.kernel} {job.dtype} {job.width} {job.target}", style="dim", soft_wrap=True)
-            rows.append(known.get((job.target, job.source)) or build(job))
+                known[place] = build(job)
+            rows.append(known[place])
             if json_ is not None:
-                json_.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+                json_.write_text(json.dumps([asdict(row) for row in known.values()], indent=2) + "\n")
     out().print(markdown(rows), markup=False, soft_wrap=True)
 
 
