@@ -113,7 +113,8 @@ def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int, amd: bo
 
 def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int, amd: bool) -> Launch:
     """Lists of edges; the backward with the straight-through gradient of SBM."""
-    from subquad.kernels.edges import gpu, rows
+    from subquad.kernels.edges import gpu
+    from subquad.kernels.edges import triton_rows as rows
 
     kernels: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         "edges forward": (rows.attention_rows, ("Out",), ("n", "m", "heads", "group", "graphs", "share"), {}),
