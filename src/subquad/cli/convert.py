@@ -36,19 +36,23 @@ def convert(
     layers: Annotated[
         str | None, typer.Option(help="Indices of the layers to convert, comma-separated. Default: all.")
     ] = None,
+    full_heads: Annotated[
+        str | None, typer.Option(help="Key/value heads that keep full attention, LAYER:HEAD, comma-separated.")
+    ] = None,
 ) -> None:
     """Replace the attention of a pretrained language model and save it."""
     from subquad.attention.registry import check_name
 
     check_name(attention)
     numbers = None if layers is None else _integers("--layers", layers)
+    kept = _heads(full_heads)
     _check_new(folder)
     _quiet()
     from subquad import hf
     from subquad.hf.loading import load, save
 
     found, tokenizer = load(model)
-    hf.convert(found, attention, layers=numbers)
+    hf.convert(found, attention, layers=numbers, full_heads=kept)
     save(found, tokenizer, folder)
     every = hf.converted_layers(found)
     made = [mechanism for mechanism in every.values() if mechanism is not None]
@@ -214,6 +218,17 @@ def _integers(option: str, text: str) -> list[int]:
         return [int(piece) for piece in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{option} must be comma-separated integers, not {text!r}") from None
+
+
+def _heads(text: str | None) -> dict[int, list[int]]:
+    """ "15:2,17:0,17:1" → {15: [2], 17: [0, 1]}."""
+    kept: dict[int, list[int]] = {}
+    for piece in text.split(",") if text else []:
+        layer, _, head = piece.partition(":")
+        if not (layer.strip().isdigit() and head.strip().isdigit()):
+            raise typer.BadParameter(f"--full-heads must be LAYER:HEAD, comma-separated, not {text!r}")
+        kept.setdefault(int(layer), []).append(int(head))
+    return kept
 
 
 def _check_new(folder: Path) -> None:
