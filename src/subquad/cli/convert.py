@@ -170,11 +170,21 @@ def passkey(
     tries: Annotated[int, typer.Option(min=1, help="How many numbers are hidden at each depth, one per text.")] = 1,
     attention: Attention = None,
     full: Annotated[bool, typer.Option("--full", help="Test the same weights with full attention instead.")] = False,
+    heads: Annotated[
+        bool, typer.Option("--heads", help="List the key/value heads that look the number up, of a model as it was.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Test whether a number hidden at some depth of a long text is found; print a heat map by length and depth."""
+    """Test whether a number hidden at some depth of a long text is found; print a heat map by length and depth.
+
+    With --heads, print which heads of an unconverted model look the number up: candidates for `subquad convert
+    --full-heads`.
+    """
     lengths = _integers("--n", n)
     _quiet()
+    if heads:
+        _print_heads(model, max(lengths), json=json)
+        return
     from subquad.hf.passkey import passkey as search
 
     found, tokenizer = _load_converted(model, attention)
@@ -194,6 +204,23 @@ def passkey(
         table.add_row(str(length), *(_cell(one.found, one.loss) for one in rows), f"{mean:.0%}")
     out().print(table)
     out().print("share of numbers found, and the loss of their tokens in nats, by depth", soft_wrap=True)
+
+
+def _print_heads(model: Path, n: int, *, json: bool, shown: int = 12) -> None:
+    from subquad.hf.loading import load
+    from subquad.hf.passkey import looking_heads
+
+    looks = looking_heads(*load(model), n)  # (layers, key/value heads)
+    order = looks.flatten().argsort(descending=True).tolist()[:shown]
+    width = looks.shape[1]
+    rows = [{"layer": i // width, "head": i % width, "attention": looks.flatten()[i].item()} for i in order]
+    if json:
+        print(jsonlib.dumps(rows))
+        return
+    table = Table("LAYER:HEAD", "attention to the number", box=None)
+    for row in rows:
+        table.add_row(f"{row['layer']}:{row['head']}", f"{row['attention']:.2f}")
+    out().print(table)
 
 
 def _cell(found: float, loss: float) -> Text:

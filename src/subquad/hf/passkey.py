@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from subquad.hf.fitting import body
+from subquad.hf.layers import attention_layers
+from subquad.hf.naming import NAME
 from subquad.hf.original import original
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -73,6 +75,35 @@ def hide(tokenizer: Any, key: str, n: int, depth: float) -> tuple[Tensor, int, i
     before = round(depth * room)
     ids = [*filler[:before], *needle, *filler[before:], *question, *answer]
     return torch.tensor([ids]), len(answer), room - before + len(question)
+
+
+@torch.no_grad()
+def looking_heads(model: Any, tokenizer: Any, n: int, depth: float = 0.1, seed: int = 0) -> Tensor:
+    """Who looks the number up, (layers, key/value heads): the attention that the number's tokens get while it is
+    answered, of the query head of each key/value head that gives most. `model` must not be converted.
+    """
+    if getattr(model.config, NAME, None):
+        raise ValueError("the model is converted: its heads are those of the original, so pass the original")
+    draw = torch.Generator().manual_seed(seed)
+    ids, answer, _ = hide(tokenizer, str(int(torch.randint(10000, 100000, (), generator=draw))), n, depth)
+    said = torch.isin(ids[0, :-answer], ids[0, -answer:])  # (n - answer,)
+    found = []
+
+    def note(module: Any, args: Any, out: Any) -> None:
+        looks = out[1][0, :, -answer - 1 : -1, :-answer][..., said]  # (H, answer, tokens of the number)
+        found.append(looks.sum(-1).mean(-1))
+
+    layers = attention_layers(model)
+    handles = [layer.module.register_forward_hook(note) for layer in layers]
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # the only one that returns weights
+    try:
+        body(model.eval())(input_ids=ids, use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+        for handle in handles:
+            handle.remove()
+    return torch.stack(found).unflatten(1, (layers[0].key_heads, -1)).amax(-1)
 
 
 @torch.no_grad()
