@@ -394,8 +394,9 @@ def test_a_cache_of_keys_is_no_state():
 # ---- tools of the trade -------------------------------------------------------------------------------------
 
 
-def test_export_and_compile():
-    model, given = hf.convert(llama().eval(), SMALL), inputs("llama")
+@pytest.mark.parametrize("kept", [{}, {1: [0]}])
+def test_export_and_compile(kept):
+    model, given = hf.convert(llama().eval(), SMALL, full_heads=kept), inputs("llama")
     want = logits(model, given, "llama")
     program = torch.export.export(model, (), {**given, "use_cache": False}, strict=False).module()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -201,9 +201,11 @@ def passkey(
     table = Table("n", *(f"{place:.0%}" for place in places), "mean", box=None)
     for length, rows in results.items():
         mean = sum(one.found for one in rows) / len(rows)
-        table.add_row(str(length), *(_cell(one.found, one.loss) for one in rows), f"{mean:.0%}")
+        table.add_row(str(length), *(_cell(one) for one in rows), f"{mean:.0%}")
     out().print(table)
-    out().print("share of numbers found, and the loss of their tokens in nats, by depth", soft_wrap=True)
+    out().print(
+        "share of numbers found, share of their digits, and the loss of these in nats, by depth", soft_wrap=True
+    )
 
 
 def _print_heads(model: Path, n: int, *, json: bool, shown: int = 12) -> None:
@@ -223,9 +225,9 @@ def _print_heads(model: Path, n: int, *, json: bool, shown: int = 12) -> None:
     out().print(table)
 
 
-def _cell(found: float, loss: float) -> Text:
-    colour = "green" if found > 0.5 else "yellow" if found > 0 else "red"
-    return Text(f"{found:.0%} ({loss:.2f})", style=colour)
+def _cell(one: Any) -> Text:
+    colour = "green" if one.found > 0.5 else "yellow" if one.digits > 0.2 else "red"
+    return Text(f"{one.found:.0%}, {one.digits:.0%} ({one.loss:.2f})", style=colour)
 
 
 def _load_converted(model: Path, attention: str | None) -> tuple[Any, Any]:

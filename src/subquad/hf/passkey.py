@@ -31,6 +31,7 @@ class Result(NamedTuple):
     found: float  # share of tries
     loss: float  # mean loss of the number's tokens, nats
     distance: int  # tokens between the number and the question
+    digits: float  # share of the number's tokens that are the likeliest one
 
 
 def passkey(
@@ -48,13 +49,13 @@ def passkey(
     results = []
     for depth in depths:
         draw = torch.Generator().manual_seed(seed)  # the same numbers at every depth
-        found, losses, distance = 0, 0.0, 0
+        found, losses, digits, distance = 0, 0.0, 0.0, 0
         for _ in range(tries):
             key = str(int(torch.randint(10000, 100000, (), generator=draw)))
             ids, answer, distance = hide(tokenizer, key, n, depth)
-            right, loss = ask(model, ids, answer, full=full)
-            found, losses = found + right, losses + loss
-        results.append(Result(depth, found / tries, losses / tries, distance))
+            share, loss = ask(model, ids, answer, full=full)
+            found, digits, losses = found + (share == 1), digits + share, losses + loss
+        results.append(Result(depth, found / tries, losses / tries, distance, digits / tries))
         if tell:
             tell(results[-1])
     return results
@@ -107,12 +108,12 @@ def looking_heads(model: Any, tokenizer: Any, n: int, depth: float = 0.1, seed: 
 
 
 @torch.no_grad()
-def ask(model: Any, ids: Tensor, answer: int, *, full: bool = False) -> tuple[bool, float]:
-    """Is every token of the number the likeliest one, and their mean loss."""
+def ask(model: Any, ids: Tensor, answer: int, *, full: bool = False) -> tuple[float, float]:
+    """The share of the number's tokens that are the likeliest one, and their mean loss."""
     model.eval()
     with original(model) if full else nullcontext():
         hidden = body(model)(input_ids=ids, use_cache=False).last_hidden_state[:, -answer - 1 : -1]
     logits = model.get_output_embeddings()(hidden)[0].float()  # (answer, V)
     wanted = ids[0, -answer:]
     loss = torch.nn.functional.cross_entropy(logits, wanted)
-    return bool((logits.argmax(-1) == wanted).all()), loss.item()
+    return (logits.argmax(-1) == wanted).double().mean().item(), loss.item()
