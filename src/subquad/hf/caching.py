@@ -59,7 +59,8 @@ class StateLayer(CacheLayerMixin):
         if self.keys is None:
             self.keys, self.values = k, v
         else:
-            self.keys, self.values = torch.cat((self.keys, k), 2), torch.cat((self.values, v), 2)
+            kept = self.keys.to(k.device), self.values.to(v.device)  # they may have been offloaded
+            self.keys, self.values = torch.cat((kept[0], k), 2), torch.cat((kept[1], v), 2)
         return self.keys, self.values
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -116,8 +117,7 @@ class StateLayer(CacheLayerMixin):
             self._change(lambda x: x.to("cpu"))
 
     def prefetch(self) -> None:
-        """A state comes back to the device with the next call."""
-        self._change(lambda x: x.to(self.device))
+        """What is kept comes back to the device with the next call."""
 
 
 def install_states(model: PreTrainedModel) -> None:
