@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import subquad
 from fake_gpu import fake_device, fake_gpu, on_fake_gpu
@@ -48,9 +49,9 @@ def test_a_mechanism_stays_on_the_device(name):
     trace(name, directions(name)[0], mechanism(name).examples[0])
 
 
-def trace_backward(module, make_output) -> None:
+def trace_backward(module, make_output, bodies=False) -> None:
     """Gradients of all parameters: their shapes, dtypes and devices, and nothing moves to the CPU."""
-    with fake_device() as moves:
+    with fake_device(bodies) as moves:
         out = make_output(on_fake_gpu(module, "meta"))
         parameters = [p for p in module.parameters() if p.requires_grad]
         grads = torch.autograd.grad(out, parameters, torch.empty_like(out), allow_unused=True)
@@ -79,6 +80,23 @@ def test_the_backward_pass_of_a_mechanism_stays_on_the_device(name, no_autocast)
         return layer(x, x, x, need_weights=False)[0]
 
     trace_backward(subquad.MultiheadAttention(WIDTH, 4, attention=name, **about), output)
+
+
+READS_SIZES = {"routing", "combiner-routing", "reformer", "scatterbrain", "sbm"}  # of clusters, or of drawn graphs
+
+
+@pytest.mark.parametrize("name", subquad.available())
+def test_operators_do_not_wait_for_the_device(name, no_autocast):
+    """Forward and backward, inside the operators too; but for those whose work has a size that the host must know."""
+    about = {"causal": directions(name)[0], "max_length": 128, "batch_first": True, **mechanism(name).examples[0]}
+    layer = subquad.MultiheadAttention(WIDTH, 4, attention=name, **about)
+
+    def output(layer):
+        x = torch.empty(2, N, WIDTH, device="meta", requires_grad=True)
+        return layer(x, x, x, need_weights=False)[0]
+
+    with pytest.raises(GuardOnDataDependentSymNode) if name in READS_SIZES else nullcontext():
+        trace_backward(layer, output, bodies=True)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from subquad.cli import app
 from subquad.hf.adapting import Adapter, Settings
 from subquad.hf.fitting import fit_loss, tune_backward, watch_original
 from subquad.hf.lowrank import add_updates, merge_updates
+from subquad.hf.numbers import hide_numbers
 from subquad.hf.original import original
 from subquad.hf.perplexity import measure, summary_mass
 from subquad.hf.texts import window, windows
@@ -132,6 +134,20 @@ def test_windows_are_drawn_and_skipped():
         window("abcd", tokenizer, 10)
 
 
+def test_numbers_are_said_early_and_asked_for_at_the_end():
+    ids, tokenizer = torch.tensor([[ord("~")] * 600]), make_tokenizer()
+    found = [hide_numbers(ids, tokenizer, 2, torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)]
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    for tokens in found:
+        text = "".join(map(chr, tokens.tolist()))
+        end = text[text.rindex("~") + 1 :]
+        said = re.findall(r"\d+", text[: -len(end)])
+        assert len(text) == 600 and text.count("~") + len(end) < 600
+        assert len(said) == 2 and sorted(said) == sorted(re.findall(r"\d+", end))  # each is asked for
+    with pytest.raises(ValueError, match=r"numbers=12 needs windows of at least .* tokens, not 600"):
+        hide_numbers(ids, tokenizer, 12, torch.Generator().manual_seed(0))
+
+
 # ---- a run --------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +173,8 @@ def test_a_run_that_was_stopped_resumes(tmp_path):
     hf.convert(make_model(), SPEC).save_pretrained(tmp_path / "start")
 
     def begin(folder):
-        return adapter(tf.LlamaForCausalLM.from_pretrained(tmp_path / "start").eval(), tmp_path / folder)
+        more = {"length": 300, "numbers": 1, "decay": True}
+        return adapter(tf.LlamaForCausalLM.from_pretrained(tmp_path / "start").eval(), tmp_path / folder, **more)
 
     def stop(line):
         if line["step"] == 3:
@@ -172,6 +189,21 @@ def test_a_run_that_was_stopped_resumes(tmp_path):
     assert rest.step == whole.step == 4
     for one, other in zip(rest.parameters, whole.parameters, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_rates_fall_to_zero(converted, tmp_path):
+    run, rates = adapter(converted, tmp_path, fit_steps=0, tune_steps=4, decay=True), []
+    run.run(lambda line: rates.append(run.optimizer.param_groups[-1]["lr"]))
+    assert rates == pytest.approx([5e-4 * left for left in (1, 0.75, 0.5, 0.25)])
+
+
+def test_layers_that_keep_their_attention_are_updated_too(tmp_path):
+    model = hf.convert(make_model(), SPEC, layers=[1])
+    run = adapter(model, tmp_path, fit_steps=0)
+    kept, before = model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.q_proj.weight.clone()
+    run.run()
+    run.finish()
+    assert type(kept) is torch.nn.Linear and (kept.weight - before).abs().max() > 0
 
 
 def test_other_settings_are_not_resumed(converted, tmp_path):
@@ -248,7 +280,7 @@ def test_a_prefill_without_a_measurable_peak_has_no_ratio():
 
     small = {"prefill": 1.0, "decode": 1.0, "memory": 0, "cache": 2**20}
     assert "| 16 | 1.00 × | 1.00 × | – | 1.00 |" in speeds(
-        {"speeds": [{"n": 16, "original": small, "converted": small}]}
+        {"speeds": [{"attention": "a", "n": 16, "original": small, "converted": small}]}
     )
 
 
@@ -271,7 +303,8 @@ def test_the_study_of_a_conversion(folders, monkeypatch):
     assert code == 0 and "2,192 new parameters" in output  # not those of the conversion that it replaces
     code, output = command(*words, "--text", "book.txt,other.txt", "--adapted", "converted")
     after = json.loads(Path("page/conversion.json").read_text())
-    assert code == 0 and after["losses"][:3] == before["losses"] and after["speeds"] == before["speeds"]
+    assert code == 0 and after["losses"][:3] == before["losses"] and after["speeds"][:2] == before["speeds"]
+    assert {row["attention"] for row in after["speeds"]} == {SPEC, "adapted: converted"}
     assert len(after["losses"]) == 8 and "adapted: converted" in Path("page/conversion.md").read_text()
     found = {row["attention"]: row for row in after["losses"] if row["text"] == "book"}
     assert found["full"]["mass"] is None and found[SPEC]["mass"] > 0
@@ -284,10 +317,12 @@ def test_the_share_of_the_gap_that_is_closed():
 
     rows = [("full", 3.0), (shown.ALONE, 3.2), ("a:b=1", 3.05), ("worse", 3.3)]
     rows = [{"attention": name, "text": "book", "beyond": x, "loss": x, "by position": [2.9]} for name, x in rows]
+    rows[2]["by position"] = [2.88]  # 0.02 of the 0.15 nats are not the attention's
     found = {(row["attention"], "book"): row for row in rows}
     assert [round(shown.closed(found, name, "book"), 9) for name in ("a:b=1", "worse")] == [0.75, -0.5]
     table = shown.losses({"losses": rows})
-    assert "| `a:b=1` | +0.050 | +0.050 | +0.000 | 75% |" in table and "| full | 3.000 | +0.000 | +0.000 |  |" in table
+    assert "| `a:b=1` | +0.050 | +0.050 | -0.020 | 75% | 65% |" in table
+    assert "| full | 3.000 | +0.000 | +0.000 |  |  |" in table and "| +0.300 | +0.300 | +0.000 | -50% | -50% |" in table
 
 
 def test_measured_beside_the_original(converted):

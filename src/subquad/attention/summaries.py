@@ -260,6 +260,13 @@ def define_projected(module: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, ke
 
 def prepared(module: Any, query: Tensor, project: Any, key_mask: Tensor | None) -> tuple[Rows, Tensor, Any]:
     """The rows of a batch from slot 0 on: where they were, x (B, n, E) and q, k, v (B, H, n, d)."""
+    x, (q, k, v) = projected(module, query, project, key_mask)
+    rows, q, k, v = module._begin(q, k, v, key_mask)
+    return rows, rows.align(x[:, None])[:, 0], (q, k, v)
+
+
+def projected(module: Any, query: Tensor, project: Any, key_mask: Tensor | None) -> tuple[Tensor, Any]:
+    """x (B, n, E), 0 in padded slots, and q, k, v (B, H, n, d)."""
     heads, d = module.options.num_heads, module.options.head_dim
     if query.shape[-1] != heads * d:
         raise ValueError(f"summary=proj needs tokens of width num_heads·head_dim = {heads * d}, not {query.shape[-1]}")
@@ -268,5 +275,4 @@ def prepared(module: Any, query: Tensor, project: Any, key_mask: Tensor | None) 
     if k.shape[1] != heads:
         raise ValueError(f"summary=proj needs as many key heads as num_heads={heads}, not {k.shape[1]}")
     check_inputs(module, q, k, v, key_mask)
-    rows, q, k, v = module._begin(q, k, v, key_mask)
-    return rows, rows.align(x[:, None])[:, 0], (q, k, v)
+    return x, (q, k, v)

@@ -107,9 +107,14 @@ def adapt(
     tune_steps: Annotated[int, typer.Option(min=0, help="Number of windows on which the whole model is tuned.")] = 24,
     rank: Annotated[int, typer.Option(min=0, help="Rank of the low-rank updates of q, k and v; 0 for none.")] = 8,
     rate: Annotated[float, typer.Option(min=0, help="Learning rate of the mechanisms' own parameters.")] = 3e-2,
+    update_rate: Annotated[float, typer.Option(min=0, help="Learning rate of the low-rank updates.")] = 5e-4,
+    decay: Annotated[bool, typer.Option(help="Let the rates of the tuning fall to 0 linearly.")] = False,
     distillation: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of distillation in the loss of the tuning.")
+        float, typer.Option(min=0, max=1, help="Share of distillation in the loss of the tuning; the rest is entropy.")
     ] = 0.9,
+    numbers: Annotated[
+        int, typer.Option(min=0, max=12, help="Numbers hidden in each window of the tuning and asked for at its end.")
+    ] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the windows and of the updates.")] = 0,
 ) -> None:
     """Recover quality after a conversion; run the same command again to resume.
@@ -133,7 +138,10 @@ def adapt(
         tune_steps=tune_steps,
         rank=rank,
         rate=rate,
+        update_rate=update_rate,
+        decay=decay,
         distillation=distillation,
+        numbers=numbers,
         seed=seed,
     )
     adapter = Adapter(found, tokenizer, books, folder, chosen)

@@ -19,6 +19,8 @@ from subquad.attention.base import Attention
 from subquad.attention.states import State
 from subquad.hf.naming import NAME
 
+ROLLBACK = 32  # tokens that can be cropped: more than assisted decoding proposes unless it is told to
+
 
 class StateLayer(CacheLayerMixin):
     """The state of one layer in the place of its keys and values."""
@@ -46,7 +48,7 @@ class StateLayer(CacheLayerMixin):
     def extend(self, mechanism: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """The output of the new tokens, (B, H, t, d); `mask` (B, m) is that of all tokens so far."""
         if self.state is None:
-            self.state = mechanism.start(len(q), device=q.device, dtype=q.dtype)
+            self.state = mechanism.start(len(q), device=q.device, dtype=q.dtype, rollback=ROLLBACK)
         real = None if mask is None else mask[:, -q.shape[2] :]
         out, self.state = mechanism.extend(q, k.as_subclass(Tensor), v, self.state, key_mask=real)
         return out

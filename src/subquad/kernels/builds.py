@@ -55,6 +55,7 @@ MERGE: dict[str, dict[str, Any]] = {  # variants: constants of the kernel
     ", mask, dropout, rules": {"VALID": True, "DROP": True, "RULES": 3},
 }
 EDGES: dict[str, dict[str, Any]] = {"": {}, ", mask, dropout": {"MASK": True, "DROP": True}}
+LINEAR: dict[str, dict[str, Any]] = {"": {}, ", scales": {"SCALED": True}}
 
 
 def entries() -> Iterator[Entry]:
@@ -65,8 +66,9 @@ def entries() -> Iterator[Entry]:
         for name in ("edges forward", "edges backward"):
             yield Entry(f"{name}{variant}", partial(_edges, name, constants), ("float32",), multiplies=False)
     yield Entry("edges sums", partial(_edges, "edges sums", {}), ("float32",), multiplies=False)
-    for name in ("linear forward", "linear da", "linear db"):
-        yield Entry(name, partial(_walk, name), ("float32", "TF32"))
+    for variant, constants in LINEAR.items():
+        for name in ("forward", "da", "db", "dv"):
+            yield Entry(f"linear {name}{variant}", partial(_walk, name, constants), ("float32", "TF32"))
 
 
 def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch:
@@ -139,8 +141,8 @@ def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch
     return Launch(function, given | whole | real, constants, 4, 3, f"1×{gpu.EDGES}", options)
 
 
-def _walk(name: str, kind: Kind, width: int) -> Launch:
-    """As many features as the head is wide; the gradient of b as that of v, with one number more per token."""
+def _walk(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch:
+    """As many features as the head is wide, and normalised."""
     from subquad.kernels.linear import gpu
     from subquad.kernels.linear.triton_walk import walk
 
@@ -149,8 +151,8 @@ def _walk(name: str, kind: Kind, width: int) -> Launch:
         "chunks": "i32",
     }
     sizes = gpu.constants(width, width, kind.precision)
-    chosen = {"REVERSE": name == "linear db", "EXTRA": name != "linear forward", "TOTAL": name == "linear forward"}
-    constants = {**sizes, **chosen, "SCALED": False, "PRECISION": kind.precision}
+    chosen = {"REVERSE": name in ("db", "dv"), "EXTRA": name in ("da", "db"), "TOTAL": name == "forward"}
+    constants = {**sizes, **chosen, "SCALED": False, "PRECISION": kind.precision, **variant}
     warps = gpu.shape(width, kind.precision).warps
     options = devices.launch_options(kind.dtype, warps)
     return Launch(walk, given, constants, warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}", options)

@@ -340,7 +340,9 @@ function drawHeads() {
 async function chooseHead(l, h) {
   state.layer = Math.max(0, Math.min(data.layers.length - 1, l));
   state.head = Math.max(0, Math.min(layer().heads.length - 1, h));
-  now = await openHead();
+  const chosen = `${state.layer},${state.head}`, head = await openHead();
+  if (chosen !== `${state.layer},${state.head}`) return; // another was chosen while this one was decoded
+  now = head;
   if (now.order && !now.rank) { now.rank = new Int32Array(n); now.order.forEach((i, at) => { now.rank[i] = at; }); }
   redraw();
 }
