@@ -1,10 +1,10 @@
 """Operators called without torch's dispatcher, where nobody watches it.
 
-A custom operator costs about 0.1 ms a call in Python, and as much again in the backward: at a few hundred tokens that is
-as long as its kernel takes. An `Eager` operator calls the CPU kernel itself, and keeps for the backward what the
-operator would keep. It is the operator as soon as anything but the result matters: tensors of another kind or on another
-device, a graph that is traced or compiled, a function transform, a mode that counts or records operators, a profiler, or
-a second derivative.
+A custom operator costs about 0.1 ms a call in Python, and as much again in the backward: at a few hundred tokens that
+is as long as its kernel takes. An `Eager` operator calls the CPU kernel itself, and keeps for the backward what the
+operator would keep. It is the operator as soon as anything but the result matters: tensors of another kind or on
+another device, a graph that is traced or compiled, a function transform, a mode that counts or records operators, a
+profiler, or a second derivative.
 """
 
 from __future__ import annotations
