@@ -6,6 +6,7 @@
 # make check     formatting, lint, types, layers
 # make docs      the site, out/docs/site: open index.html in it, or publish it by copying the folder
 # make results   measures what the tables of the docs show (resumable; MINUTES=2 stops after about that time)
+# make calibration  measures what `subquad advise` predicts from, and checks the predictions (resumable)
 # make tables    brings the tables of the docs up to date with docs/results
 PYTHON ?= python3
 VENV := .venv
@@ -14,9 +15,9 @@ READY := $(VENV)/.ready
 
 MINUTES ?= inf
 OLDEST := .venv-oldest
-TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md --write docs/conversion.md --write docs/distributed.md
+TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md --write docs/conversion.md --write docs/distributed.md --write docs/advise.md
 
-.PHONY: run demo test test-all test-oldest check docs format results tables clean
+.PHONY: run demo test test-all test-oldest check docs format results calibration tables clean
 
 # Four attentions on one task, in about five minutes on 2 cores; run it again to resume it.
 run: $(READY)
@@ -66,6 +67,13 @@ format: $(READY)
 # Delete docs/results/speed.json first to measure everything anew. The machine must be quiet.
 results: $(READY)
 	$(BIN)/subquad study speed --minutes $(MINUTES) $(TABLES)
+
+# Delete out/calibration.json first to measure everything anew. Times need a quiet machine; memory does not, and
+# `subquad calibrate --memory --no-time --out out/calibration.json` measures it beforehand.
+calibration: $(READY)
+	$(BIN)/subquad calibrate --memory --out out/calibration.json
+	cp out/calibration.json src/subquad/advice/defaults.json
+	$(BIN)/subquad study advice --json docs/results/advice.json --write docs/advise.md
 
 # After `make run` on a quiet machine: RUN=out/run/comparison.json makes its table the one of the README.
 tables: $(READY)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
@@ -36,6 +37,24 @@ class Moves(TorchDispatchMode):
         if any(x.device.type == self.device for x in inside) and any(x.device.type == "cpu" for x in outside):
             self.found.append(str(func))
         return out
+
+
+class Bodies(Moves):
+    """The same, with the operators of the library carried out as on a GPU, where a trace knows but their shapes.
+
+    Lists of edges are left out: they are made on the host, and their number is open in a trace.
+    """
+
+    OPEN = ("sample_graphs", "pattern_edges", "pattern_mask", "partition_edges")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, name = str(func).split(".")[:2]
+        if space != "subquad" or name in self.OPEN:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        known = OPDEFS[f"subquad::{name}"]._backend_fns
+        self.operators.append(str(func))
+        with self:
+            return known["cuda" if "cuda" in known else None](*args, **(kwargs or {}))
 
 
 GUARDED = {  # methods whose bindings ask the driver for its device
@@ -119,9 +138,12 @@ def fake_gpu() -> Iterator[Moves]:
 
 
 @contextmanager
-def fake_device() -> Iterator[Moves]:
-    """The same on the device "meta", on which autograd runs without a driver: for backward passes."""
-    moves = Moves("meta")
+def fake_device(bodies: bool = False) -> Iterator[Moves]:
+    """The same on the device "meta", on which autograd runs without a driver: for backward passes.
+
+    bodies: look into the operators of the library.
+    """
+    moves = (Bodies if bodies else Moves)("meta")
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), moves:
         yield moves
 

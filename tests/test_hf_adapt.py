@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from subquad.cli import app
 from subquad.hf.adapting import Adapter, Settings
 from subquad.hf.fitting import fit_loss, tune_backward, watch_original
 from subquad.hf.lowrank import add_updates, merge_updates
+from subquad.hf.numbers import hide_numbers
 from subquad.hf.original import original
+from subquad.hf.passkey import hide, looking_heads
 from subquad.hf.perplexity import measure, summary_mass
 from subquad.hf.texts import window, windows
 
@@ -132,6 +135,20 @@ def test_windows_are_drawn_and_skipped():
         window("abcd", tokenizer, 10)
 
 
+def test_numbers_are_said_early_and_asked_for_at_the_end():
+    ids, tokenizer = torch.tensor([[ord("~")] * 600]), make_tokenizer()
+    found = [hide_numbers(ids, tokenizer, 2, torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)]
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    for tokens in found:
+        text = "".join(map(chr, tokens.tolist()))
+        end = text[text.rindex("~") + 1 :]
+        said = re.findall(r"\d+", text[: -len(end)])
+        assert len(text) == 600 and text.count("~") + len(end) < 600
+        assert len(said) == 2 and sorted(said) == sorted(re.findall(r"\d+", end))  # each is asked for
+    with pytest.raises(ValueError, match=r"numbers=12 needs windows of at least .* tokens, not 600"):
+        hide_numbers(ids, tokenizer, 12, torch.Generator().manual_seed(0))
+
+
 # ---- a run --------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +174,8 @@ def test_a_run_that_was_stopped_resumes(tmp_path):
     hf.convert(make_model(), SPEC).save_pretrained(tmp_path / "start")
 
     def begin(folder):
-        return adapter(tf.LlamaForCausalLM.from_pretrained(tmp_path / "start").eval(), tmp_path / folder)
+        more = {"length": 300, "numbers": 1, "decay": True}
+        return adapter(tf.LlamaForCausalLM.from_pretrained(tmp_path / "start").eval(), tmp_path / folder, **more)
 
     def stop(line):
         if line["step"] == 3:
@@ -172,6 +190,21 @@ def test_a_run_that_was_stopped_resumes(tmp_path):
     assert rest.step == whole.step == 4
     for one, other in zip(rest.parameters, whole.parameters, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_rates_fall_to_zero(converted, tmp_path):
+    run, rates = adapter(converted, tmp_path, fit_steps=0, tune_steps=4, decay=True), []
+    run.run(lambda line: rates.append(run.optimizer.param_groups[-1]["lr"]))
+    assert rates == pytest.approx([5e-4 * left for left in (1, 0.75, 0.5, 0.25)])
+
+
+def test_layers_that_keep_their_attention_are_updated_too(tmp_path):
+    model = hf.convert(make_model(), SPEC, layers=[1])
+    run = adapter(model, tmp_path, fit_steps=0)
+    kept, before = model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.q_proj.weight.clone()
+    run.run()
+    run.finish()
+    assert type(kept) is torch.nn.Linear and (kept.weight - before).abs().max() > 0
 
 
 def test_other_settings_are_not_resumed(converted, tmp_path):
@@ -224,6 +257,28 @@ def test_from_a_folder_to_a_heat_map(folders):
     assert code == 0 and "converted" in output
 
 
+def test_heads_that_look_a_number_up(folders):
+    """The attention of eager transformers, of the query head of each key/value head that looks most."""
+    model, tokenizer = make_model(), make_tokenizer()
+    looks = looking_heads(model, tokenizer, 220)
+    key = str(int(torch.randint(10000, 100000, (), generator=torch.Generator().manual_seed(0))))
+    ids, answer, _ = hide(tokenizer, key, 220, 0.1)
+    model.set_attn_implementation("eager")
+    weights = torch.stack(model(input_ids=ids, output_attentions=True).attentions)[:, 0]  # (layers, H, n, n)
+    said = [j for j in range(220 - answer) if chr(ids[0, j]) in key]
+    want = weights[:, :, -answer - 1 : -1][..., said].sum(-1).mean(-1)  # (layers, H)
+    torch.testing.assert_close(looks, torch.stack([want[:, :2].amax(1), want[:, 2:].amax(1)], 1))
+    code, output = command("passkey", folders / "plain", "--n", 220, "--heads", "--json")
+    rows = json.loads(output)
+    assert code == 0 and len(rows) == 4 and rows[0]["attention"] >= rows[1]["attention"]
+    code, output = command("passkey", folders / "plain", "--n", 220, "--heads")
+    assert code == 0 and "attention to the number" in output
+    words = ("--attention", SPEC, "--full-heads", "1:0", "-o", folders / "new")
+    assert command("convert", folders / "plain", *words)[0] == 0
+    code, output = command("passkey", folders / "new", "--n", 220, "--heads")
+    assert code == 2 and "the model is converted" in output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -233,6 +288,8 @@ def test_from_a_folder_to_a_heat_map(folders):
         (("convert", "none.gguf", "--attention", SPEC, "-o", "x"), "no such file"),
         (("perplexity", "plain", "--text", "text.txt"), "is not converted"),
         (("perplexity", "plain", "--text", "text.txt", "--n", "a"), "comma-separated integers"),
+        (("convert", "plain", "--attention", SPEC, "--full-heads", "1", "-o", "x"), "must be LAYER:HEAD"),
+        (("convert", "plain", "--attention", SPEC, "--full-heads", "1:7", "-o", "x"), "from 0 to 1"),
         (("adapt", "plain", "--text", "text.txt", "-o", "x"), "the model is not converted"),
         (("passkey", "plain", "--attention", SPEC, "--n", "10"), "--n must be at least"),
     ],
@@ -248,7 +305,7 @@ def test_a_prefill_without_a_measurable_peak_has_no_ratio():
 
     small = {"prefill": 1.0, "decode": 1.0, "memory": 0, "cache": 2**20}
     assert "| 16 | 1.00 × | 1.00 × | – | 1.00 |" in speeds(
-        {"speeds": [{"n": 16, "original": small, "converted": small}]}
+        {"speeds": [{"attention": "a", "n": 16, "original": small, "converted": small}]}
     )
 
 
@@ -271,7 +328,8 @@ def test_the_study_of_a_conversion(folders, monkeypatch):
     assert code == 0 and "2,192 new parameters" in output  # not those of the conversion that it replaces
     code, output = command(*words, "--text", "book.txt,other.txt", "--adapted", "converted")
     after = json.loads(Path("page/conversion.json").read_text())
-    assert code == 0 and after["losses"][:3] == before["losses"] and after["speeds"] == before["speeds"]
+    assert code == 0 and after["losses"][:3] == before["losses"] and after["speeds"][:2] == before["speeds"]
+    assert {row["attention"] for row in after["speeds"]} == {SPEC, "adapted: converted"}
     assert len(after["losses"]) == 8 and "adapted: converted" in Path("page/conversion.md").read_text()
     found = {row["attention"]: row for row in after["losses"] if row["text"] == "book"}
     assert found["full"]["mass"] is None and found[SPEC]["mass"] > 0
@@ -284,10 +342,12 @@ def test_the_share_of_the_gap_that_is_closed():
 
     rows = [("full", 3.0), (shown.ALONE, 3.2), ("a:b=1", 3.05), ("worse", 3.3)]
     rows = [{"attention": name, "text": "book", "beyond": x, "loss": x, "by position": [2.9]} for name, x in rows]
+    rows[2]["by position"] = [2.88]  # 0.02 of the 0.15 nats are not the attention's
     found = {(row["attention"], "book"): row for row in rows}
     assert [round(shown.closed(found, name, "book"), 9) for name in ("a:b=1", "worse")] == [0.75, -0.5]
     table = shown.losses({"losses": rows})
-    assert "| `a:b=1` | +0.050 | +0.050 | +0.000 | 75% |" in table and "| full | 3.000 | +0.000 | +0.000 |  |" in table
+    assert "| `a:b=1` | +0.050 | +0.050 | -0.020 | 75% | 65% |" in table
+    assert "| full | 3.000 | +0.000 | +0.000 |  |  |" in table and "| +0.300 | +0.300 | +0.000 | -50% | -50% |" in table
 
 
 def test_measured_beside_the_original(converted):

@@ -360,7 +360,7 @@ def test_tensors_of_several_dtypes_are_computed_in_the_widest():
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 8, 16, generator=draw) for _ in range(3))
     spans = torch.tensor([[[0, 8, EVERYTHING, -EVERYTHING]]])
-    runs = Runs(torch.tensor([[0, 8]]), spans, (0,), 64)
+    runs = Runs(torch.tensor([[0, 8]]), spans, (0,), 64, (8, 8))
     mixed = [q.clone().requires_grad_(), k.bfloat16().requires_grad_(), v.bfloat16().requires_grad_()]
     plain = [x.detach().float().requires_grad_() for x in mixed]
     for xs in (mixed, plain):

@@ -20,7 +20,8 @@ def tables(n: int, counts: list[int], sources: tuple[int, ...], tile: int, seed:
             count = int(torch.randint(counts[source] - first + 1, (), generator=draw))
             last = EVERYTHING if (t + p) % 2 else count - tile
             spans[t, p] = torch.tensor((first, count, last, -EVERYTHING if t % 3 else count - tile))
-    return Runs(tiles, spans, sources, int((tiles[:, 1:] * spans[:, :, 1]).sum()))
+    sizes = (tile, *(counts[source] for source in sources))
+    return Runs(tiles, spans, sources, int((tiles[:, 1:] * spans[:, :, 1]).sum()), sizes)
 
 
 def dense(q, keys, values, runs: Runs, scale: float, bias):
@@ -73,7 +74,7 @@ def test_the_kernel_is_the_reference_on_strided_views(with_bias):
     runs = tables(n, [n], (0, 0), 25)
     close(
         attend_runs(q, [k], [v], runs, 0.25, bias),
-        reference.forward(q, [k], [v], bias, runs.tiles, runs.spans, [0, 0], 0.25),
+        reference.forward(q, [k], [v], bias, runs.tiles, runs.spans, [0, 0], list(runs.sizes), 0.25),
         atol=1e-5,
         rtol=1e-5,
     )
@@ -82,7 +83,7 @@ def test_the_kernel_is_the_reference_on_strided_views(with_bias):
 def test_what_is_not_a_number_stays_where_it_is():
     q, keys, values, _ = problem(20, [20], 8, torch.float32)
     q[0, 3] = torch.nan
-    runs = Runs(torch.tensor([(0, 20)]), torch.tensor([[(0, 20, EVERYTHING, -EVERYTHING)]]), (0,), 400)
+    runs = Runs(torch.tensor([(0, 20)]), torch.tensor([[(0, 20, EVERYTHING, -EVERYTHING)]]), (0,), 400, (20, 20))
     out, lse = attend_runs(q, keys, values, runs, 1.0)
     bad = out.isnan().any(-1)
     assert bad[0, 3] and bad.sum() == 1 and lse[0, 3].isnan()
@@ -91,7 +92,7 @@ def test_what_is_not_a_number_stays_where_it_is():
 def test_the_operator_keeps_its_promises():
     q, keys, values, bias = problem(21, [11], 8, torch.float64)
     runs = tables(21, [11], (0,), 6)
-    given = (q.requires_grad_(), keys, values, bias, runs.tiles, runs.spans, [0], 0.5, runs.pairs)
+    given = (q.requires_grad_(), keys, values, bias, runs.tiles, runs.spans, [0], list(runs.sizes), 0.5, runs.pairs)
     torch.library.opcheck(attention, given, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
     out, _ = attend_runs(q, keys, values, runs, 0.5)
     (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)

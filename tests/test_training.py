@@ -136,6 +136,13 @@ def test_early_stopping(tmp_path):
     assert again["steps"] == 6 and losses(tmp_path) == before, "killed during the test: it trains no further"
 
 
+def test_training_stops_where_the_score_is_enough(tmp_path):
+    result = train(tiny(tmp_path, "steps=40", "enough=0.0"))
+    assert result["steps"] == 2, "any accuracy is enough at the first evaluation"
+    (tmp_path / "result.json").unlink()
+    assert train(tiny(tmp_path, "steps=40", "enough=0.0"), resume=True)["steps"] == 2, "it trains no further"
+
+
 def test_a_batch_that_does_not_divide(tmp_path):
     with pytest.raises(ValueError, match="batch must be a multiple of accumulate=3, not 4"):
         train(tiny(tmp_path, "accumulate=3"))

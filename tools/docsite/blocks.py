@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 FENCE = re.compile(r"^(?P<fence>`{3,})(?P<language>[\w{}-]*)[^`]*$")
 COMMENT = re.compile(r"<!-- (?P<mark>hidden|in small|not run|saved as|run)(?::\s*(?P<value>.*?))?\s*-->", re.DOTALL)
-SECONDS = 120  # a command that takes longer is stuck
+SECONDS = 600  # a command that takes longer is stuck, even on a busy machine
 
 
 class Block(NamedTuple):

@@ -18,7 +18,20 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad.advice.curves import Curve, Factors, Scaled, Term, along, bounded, equal_length, scaled, varied
+from subquad.advice.curves import (
+    ROW_SECONDS,
+    Curve,
+    Factors,
+    Scaled,
+    Term,
+    along,
+    bounded,
+    equal_length,
+    row_of,
+    rows,
+    scaled,
+    varied,
+)
 from subquad.advice.measuring import ROOM, make
 from subquad.advice.points import ALONE, BASE, Points, Shape, Subject
 from subquad.attention.registry import for_length, mechanism
@@ -26,7 +39,7 @@ from subquad.core.options import split_spec
 
 FLOAT = 4  # bytes of float32
 MOST = 0.9  # of a layer's time: the projections take at most that
-NOISE = 4 * 2**20  # bytes that the memory of a process is uncertain by
+NOISE = 2**20  # bytes that the memory of a process is uncertain by
 COUNTED = 256  # tokens at which a mechanism's own projections are counted
 
 
@@ -148,7 +161,7 @@ class Projected:
 
     def __init__(self, points: dict[Shape, float]) -> None:
         self.curve = Curve(points, [lambda n: n])
-        found = [(s.width / BASE[1], v / self.at(*s)) for s, v in points.items() if s[1:] != BASE]
+        found = [(s.width / BASE[1], v / self.at(*s)) for s, v in points.items() if not s.is_base]
         self.factors = bounded(found, 2, BASE[0])  # by the width, in units of a head
 
     def at(self, n: float, heads: float, head_dim: float, batch: float = 1) -> float:
@@ -166,12 +179,16 @@ class LayerTime:
         self.curve, self.projections, self.share = curve, projections, share
         self.factors: dict[int, Factors] = {}
         for place in (1, 2):
-            found = []
-            for shape, value in varied(points, place):
-                own, rest = self.parts(*shape)
-                grown = value - curve.constant - own * projections.factor(shape.width)
-                found.append((shape[place], grown / max(1e-12, rest - curve.constant)))
+            found = [(shape[place], self._ratio(shape, value)) for shape, value in varied(points, place)]
             self.factors[place] = bounded(found, place)
+        batched = [self._ratio(shape, value) for shape, value in points.items() if shape.batch > 1]
+        self.row = row_of(batched, ROW_SECONDS)
+
+    def _ratio(self, shape: Shape, value: float) -> float:
+        """Of the attention that grows, to one row of the base size."""
+        own, rest = self.parts(*shape)
+        grown = value - self.curve.constant - shape.batch * own * self.projections.factor(shape.width)
+        return grown / max(1e-12, rest - self.curve.constant) / shape.batch
 
     def parts(self, n: float, heads: float, head_dim: float, batch: float = 1) -> tuple[float, float]:
         """Projections and attention of one row, at the base size with tensors as large as these."""
@@ -181,7 +198,7 @@ class LayerTime:
 
     def __call__(self, size: Size) -> float:
         own, rest = self.parts(size.n, size.heads, size.head_dim, size.batch)
-        scale = size.batch * along(size.heads, self.factors[1]) * along(size.head_dim, self.factors[2])
+        scale = rows(size.batch, self.row) * along(size.heads, self.factors[1]) * along(size.head_dim, self.factors[2])
         return size.batch * own * self.projections.factor(size.width) + scaled(rest, self.curve.constant, scale)
 
 
@@ -194,6 +211,11 @@ def work_terms(subject: Subject) -> list[Term]:
     if made.countable is None:
         return [lambda n: n, lambda n: made.connections(int(n))]
     return [lambda n: n] if made.exponent == 1 else [lambda n: n, lambda n: n**made.exponent]
+
+
+def exponent(subject: Subject) -> float:
+    """How its work grows with the length: n^exponent, as it declares."""
+    return float(_made(subject, COUNTED).exponent)
 
 
 def state_terms(subject: Subject) -> list[Term]:

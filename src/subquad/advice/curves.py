@@ -8,7 +8,9 @@ times what it misses at the measured lengths, log-linear between them and consta
 was measured, and one beyond them grows as declared. What the terms miss is the work of caches and of fresh memory,
 which depends on the size of the tensors, B·n·E: a layer twice as wide meets it at half the length. Other sizes:
 
-    f(n, H, d, B) = c_0 + (f(n) − c_0) · B · heads(H) · widths(d)        log-linear in log H and in log d
+    f(n, H, d, B) = c_0 + (f(n) − c_0) · heads(H) · widths(d) · rows(B)        log-linear in log H and in log d
+
+rows(1) = 1 and rows(B) = r·B: one row is often taken as it is where several are copied first.
 """
 
 from __future__ import annotations
@@ -37,6 +39,11 @@ class Bounds(NamedTuple):
 BOUNDS = {1: Bounds(0.5, 1.05), 2: Bounds(0.0, 2.0)}
 
 
+# Between which the cost of a row in a batch lies, in units of a row alone. What is measured beyond them is noise, which
+# times have more of.
+ROW, ROW_SECONDS = (0.5, 2.0), (0.7, 1.5)
+
+
 class Curve:
     """One quantity of one subject at the base size."""
 
@@ -44,7 +51,7 @@ class Curve:
         """`terms` follow the constant one. Values below `floor` count as `floor` where errors are weighed: there the
         measurement says little.
         """
-        base = sorted((shape.n, value) for shape, value in points.items() if shape[1:] == BASE)
+        base = sorted((shape.n, value) for shape, value in points.items() if shape.is_base)
         if not base:
             raise ValueError("a curve needs a point at the base size")
         floor = floor or 1e-12
@@ -74,23 +81,35 @@ class Scaled:
         """`tensors`: what the terms miss depends on the size of the tensors, else on the length."""
         self.curve, self.tensors = curve, tensors
         self.factors = {place: self._factors(points, place) for place in BOUNDS}
+        self.row = row_of([self._ratio(shape, value) for shape, value in points.items() if shape.batch > 1])
 
     def __call__(self, n: float, heads: float, head_dim: float, batch: float = 1) -> float:
         whole = self.curve.at(n, equal_length(n, heads, head_dim, batch) if self.tensors else None)
-        scale = batch * along(heads, self.factors[1]) * along(head_dim, self.factors[2])
+        scale = rows(batch, self.row) * along(heads, self.factors[1]) * along(head_dim, self.factors[2])
         return scaled(whole, self.curve.constant, scale)
 
     def _factors(self, points: dict[Shape, float], place: int) -> Factors:
-        found = []
-        for shape, value in varied(points, place):
-            whole = self.curve.at(shape.n, equal_length(*shape) if self.tensors else None)
-            found.append((shape[place], (value - self.curve.constant) / max(1e-12, whole - self.curve.constant)))
-        return bounded(found, place)
+        return bounded([(shape[place], self._ratio(shape, value)) for shape, value in varied(points, place)], place)
+
+    def _ratio(self, shape: Shape, value: float) -> float:
+        """Of what grows, to one row of the base size."""
+        whole = self.curve.at(shape.n, equal_length(*shape) if self.tensors else None)
+        return (value - self.curve.constant) / max(1e-12, whole - self.curve.constant) / shape.batch
 
 
 def scaled(whole: float, constant: float, scale: float) -> float:
     """The constant stays, the rest grows."""
     return min(constant, whole) + max(0.0, whole - constant) * scale
+
+
+def rows(batch: float, row: float) -> float:
+    """How much more than one row alone a batch costs."""
+    return batch * row if batch > 1 else batch
+
+
+def row_of(found: Sequence[float], bounds: tuple[float, float] = ROW) -> float:
+    """The measured cost of a row in a batch, in units of a row alone; 1 where it was not measured."""
+    return min(max(found[0], bounds[0]), bounds[1]) if found else 1.0
 
 
 def equal_length(n: float, heads: float, head_dim: float, batch: float = 1) -> float:
@@ -101,8 +120,8 @@ def equal_length(n: float, heads: float, head_dim: float, batch: float = 1) -> f
 def varied(points: dict[Shape, float], place: int) -> list[tuple[Shape, float]]:
     """The points in whose shape only what stands at `place` is not that of the base."""
     other = 3 - place
-    chosen = [shape for shape in points if shape[place] != BASE[place - 1] and shape[other] == BASE[other - 1]]
-    return [(shape, points[shape]) for shape in chosen]
+    alone = [shape for shape in points if shape.batch == 1 and shape[other] == BASE[other - 1]]
+    return [(shape, points[shape]) for shape in alone if shape[place] != BASE[place - 1]]
 
 
 def bounded(found: Sequence[tuple[float, float]], place: int, base: float | None = None) -> Factors:

@@ -22,11 +22,11 @@ from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention
 
 PATIENCE = {8192: 2.0, 32768: 0.8}  # seconds of a step beyond which a sequence up to so long is not measured
-LEAST = 0.1  # seconds that the calls of one measurement take together
-CAREFUL = 0.3  # the same at the length that other sizes are scaled from
+LEAST = 0.06  # seconds that the calls of one measurement take together
+CAREFUL = 0.15  # the same at the length that other sizes are scaled from
 SHARED = 0.5  # the same for the projections, a part of every layer
 CALLS = 4  # at least so many, of which the best counts: a neighbour's burst spoils two or three in a row
-LONG = 0.2  # seconds from which half of them are enough
+LONG, LONGEST = 0.1, 0.5  # seconds from which half of them are enough, and one
 CHUNK = 1024  # tokens of a chunk before a decode step
 ROOM = 64  # decode steps that a state has room for
 
@@ -34,7 +34,9 @@ Tell = Callable[[str], None]
 
 
 def setting(subject: Subject, shape: Shape, *, backward: bool) -> Setting:
-    return Setting(heads=shape.heads, head_dim=shape.head_dim, causal=subject.causal, backward=backward)
+    return Setting(
+        heads=shape.heads, head_dim=shape.head_dim, batch=shape.batch, causal=subject.causal, backward=backward
+    )
 
 
 class Projections(nn.Module):
@@ -61,13 +63,14 @@ def make(subject: Subject, shape: Shape, *, backward: bool) -> Step:
 
 
 def best(call: Callable[[], object], least_seconds: float = LEAST) -> float:
-    """The shortest of the calls that fit into so many seconds, after one that warms up; at least `CALLS`, or half of
-    them where they are long.
+    """The shortest of the calls that fit into so many seconds, after one that warms up; at least `CALLS`, and fewer
+    where they are long.
     """
     begun = time.perf_counter()
     call()
     first = last = time.perf_counter()
-    found, least = math.inf, CALLS if first - begun < LONG else CALLS // 2
+    taken, found = first - begun, math.inf
+    least = CALLS if taken < LONG else CALLS // 2 if taken < LONGEST else 1
     while least > 0 or last - first < least_seconds:
         call()
         now = time.perf_counter()
@@ -78,7 +81,7 @@ def best(call: Callable[[], object], least_seconds: float = LEAST) -> float:
 def step_seconds(subject: Subject, shape: Shape, quantity: str) -> float:
     """Of one forward pass, or of one forward and backward pass."""
     step = make(subject, shape, backward=quantity == "train")
-    return best(step, SHARED if subject == ALONE else CAREFUL if shape.n == MIDDLE else LEAST)
+    return best(step, SHARED if subject == ALONE else CAREFUL if shape.n * shape.batch == MIDDLE else LEAST)
 
 
 @torch.no_grad()
@@ -108,7 +111,7 @@ def streams(subject: Subject) -> bool:
 
 def estimate(points: dict[Shape, float], n: int) -> float:
     """What a step of the base size would take, by the growth between the two longest that are known."""
-    known = sorted((shape.n, value) for shape, value in points.items() if shape[1:] == BASE and shape.n < n)
+    known = sorted((shape.n, value) for shape, value in points.items() if shape.is_base and shape.n < n)
     if len(known) < 2:
         return 0.0
     (low, before), (high, after) = known[-2:]
@@ -125,7 +128,7 @@ def tasks(subject: Subject, points: Points) -> list[tuple[str, Shape]]:
 
 
 def too_long(subject: Subject, quantity: str, shape: Shape, points: Points) -> bool:
-    if shape[1:] != BASE or quantity == "decode":
+    if not shape.is_base or quantity == "decode":
         return False
     limit = next(seconds for n, seconds in PATIENCE.items() if shape.n <= n)
     return estimate(points.of(subject, quantity), shape.n) > limit

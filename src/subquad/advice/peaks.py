@@ -3,7 +3,8 @@
     with Peaks() as peaks: peaks.measure(subject, shape, backward=True)    # {"peak": bytes, "kept": …, "parameters": …}
 
 `subquad bench` takes a fresh process for every number; starting one takes longer than most steps. Here one process
-answers all requests: before each it forgets what earlier calls have cached, and gives freed memory back.
+answers all requests. The step runs twice: the first time loads kernels and makes the buffers of libraries, which a
+process does once. Then caches are emptied and freed memory is given back, so that the second step makes its plans anew.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from subquad.advice.measuring import make
-from subquad.advice.points import BASE, MIDDLE, VARIED, Points, Shape, Subject
+from subquad.advice.points import BASE, BATCHED, MIDDLE, VARIED, Points, Shape, Subject
 from subquad.attention.registry import mechanism
 from subquad.bench import Step, growth
 from subquad.core.child import command as child_command
@@ -31,7 +32,6 @@ from subquad.core.memory import RETURNED
 from subquad.core.options import split_spec
 
 MEASURED = (512, 2048, 8192)  # lengths, at the base size
-SMALL = 64  # tokens of a first step, which loads what is loaded once
 
 
 class Peaks:
@@ -82,7 +82,7 @@ def memory_tasks(subject: Subject, points: Points, known: Points) -> list[tuple[
     """(with backward, shape) of what neither `points` nor `known` has."""
     if known.of(subject, "train bytes"):
         return []
-    wanted = [Shape(n, *BASE) for n in MEASURED] + [Shape(MIDDLE, *each) for each in VARIED]
+    wanted = [*(Shape(n, *BASE) for n in MEASURED), *(Shape(MIDDLE, *each) for each in VARIED), Shape(*BATCHED)]
     return [
         (backward, shape)
         for backward in (False, True)
@@ -137,7 +137,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         __import__(request["module"])
         subject, shape, backward = Subject.of(request["subject"]), Shape(*request["shape"]), request["backward"]
-        make(subject, shape._replace(n=min(shape.n, SMALL)), backward=backward)()
+        make(subject, shape, backward=backward)()
         forget()
         step = make(subject, shape, backward=backward)
         own = getattr(step.module, "attention", None)

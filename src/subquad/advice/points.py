@@ -3,7 +3,7 @@
 subject      a mechanism with its options, causal or not; the projections of a layer alone are one too
 quantity     "forward", "train", "decode" in seconds; "forward bytes", "train bytes", "kept bytes", "state bytes",
              "parameter bytes"
-point        (length, heads, width of a head, value)
+point        (length, heads, width of a head, [batch size,] value)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ BASE = (4, 64)  # heads and their width at which lengths are measured
 LENGTHS = (64, 512, 2048, 8192, 32768)
 MIDDLE = 2048  # the length at which other heads and widths are measured
 VARIED = ((4, 32), (4, 128), (8, 64))
+BATCHED = (512, *BASE, 4)  # rows of a batch: some kernels take one row as it is, and copy several
 WIDER = ((4, 32), (8, 64), (16, 64))  # for the projections, whose cost is quadratic in the width of the layer
 DECODED = (256, 1024, 4096)  # tokens before the decode step that is measured
 PROJECTIONS = "projections"  # a layer without attention
@@ -37,10 +38,20 @@ class Shape(NamedTuple):
     n: int
     heads: int
     head_dim: int
+    batch: int = 1
 
     @property
     def width(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def is_base(self) -> bool:
+        return self[1:] == (*BASE, 1)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As they stand in a file, without a batch size of 1."""
+        return self[: 3 if self.batch == 1 else 4]
 
 
 class Subject(NamedTuple):
@@ -87,8 +98,10 @@ def mechanisms() -> list[str]:
 
 def shapes(subject: Subject) -> list[Shape]:
     """Where times of a step are measured, in order."""
-    varied = WIDER if subject == ALONE else VARIED
-    return [Shape(n, *BASE) for n in LENGTHS] + [Shape(MIDDLE, *each) for each in varied]
+    base = [Shape(n, *BASE) for n in LENGTHS]
+    if subject == ALONE:
+        return base + [Shape(MIDDLE, *each) for each in WIDER]
+    return [*base, *(Shape(MIDDLE, *each) for each in VARIED), Shape(*BATCHED)]
 
 
 class Points:
@@ -115,7 +128,7 @@ class Points:
         rows = [
             (
                 f"{subject.key} | {quantity}",
-                [[*shape, float(f"{value:.4g}")] for shape, value in sorted(points.items())],
+                [[*shape.numbers, float(f"{value:.4g}")] for shape, value in sorted(points.items())],
             )
             for subject, quantities in sorted(self.values.items())
             for quantity, points in sorted(quantities.items())
@@ -134,10 +147,10 @@ class Points:
             result = cls({key: found[key] for key in ("machine", "versions")})
             for key, points in found["points"].items():
                 subject, _, quantity = key.partition(" | ")
-                for n, heads, head_dim, value in points:
+                for *shape, value in points:
                     if not (math.isfinite(value) and value >= 0):
                         raise ValueError(f"{value!r} is no measurement")
-                    result.add(Subject.of(subject), quantity, Shape(int(n), int(heads), int(head_dim)), float(value))
+                    result.add(Subject.of(subject), quantity, Shape(*map(int, shape)), float(value))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a calibration ({error}): delete it and run `subquad calibrate`") from None
         return result

@@ -24,7 +24,9 @@ from torch import Tensor
 from subquad.abstraction import AnyKind
 from subquad.attention.base import Call, Record
 from subquad.attention.combiner import Combiner, CombinerOptions
-from subquad.attention.summaries import SummaryKeys, attend_projected, define_projected, prepared
+from subquad.attention.rows import Rows, repeat_heads
+from subquad.attention.states import entrance
+from subquad.attention.summaries import SummaryKeys, attend_projected, define_projected, prepared, projected
 from subquad.core.hashing import seed_from
 from subquad.core.numbers import settled
 from subquad.core.options import option
@@ -224,6 +226,27 @@ class CombinerAxial(Combiner):
         out = rows.restore(attend_projected(self, x, q, k, v, self._call(rows, seed, q.shape[2])))
         return out.transpose(1, 2).flatten(2), Record()
 
+    def extend(self, q, k, v, state, *, key_mask=None):
+        self._refuse("works on tokens and their projections, not on q, k, v: use subquad.MultiheadAttention")
+        return super().extend(q, k, v, state, key_mask=key_mask)
+
+    def extend_tokens(self, query, project, state, key_mask=None):
+        """With summary=proj a token is kept beside its value, as heads (B, H, t, d)."""
+        if self.summary_keys is None:
+            return super().extend_tokens(query, project, state, key_mask)
+        x, (q, k, v) = projected(self, query, project, key_mask)
+        entrance.check_state(self, state, query)
+        both = torch.cat((v, x.unflatten(-1, v.shape[1::2]).transpose(1, 2)), -1)  # (B, H, t, 2d)
+        out, state = entrance.extend(self, q, k, both, state, key_mask)
+        return out.transpose(1, 2).flatten(2), state
+
+    def attend_aligned(self, q, k, v, real, lengths, seed):
+        if self.summary_keys is None:
+            return super().attend_aligned(q, k, v, real, lengths, seed)
+        v, x = v.chunk(2, -1)
+        call = self._call(Rows(real, None if real is None else lengths, None, None), seed, q.shape[2])
+        return attend_projected(self, x.transpose(1, 2).flatten(2), q, k, v, call)
+
     def dense_tokens(self, x: Tensor, project: Any, key_mask: Tensor | None = None) -> Tensor:
         """summary=proj from its definition: tokens (B, n, E) → heads side by side, (B, n, E)."""
         x = x if key_mask is None else x.masked_fill(~key_mask[..., None], 0)
@@ -312,6 +335,11 @@ class CombinerPlan(Combiner):
             out = self._attend(x, y, z, own) if size else x
             rows.append(F.pad(out, (0, 0, 0, q.shape[2] - size)))
         return torch.cat(rows)
+
+    def attend_aligned(self, q, k, v, real, lengths, seed):
+        """Streaming needs sets that follow from the position of a query alone: one plan has those of all rows."""
+        call = self._call(Rows(real, None, None, None), seed, q.shape[2])
+        return self._attend(q, repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), call)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Over edge lists: summaries to their members, queries to tokens and summaries."""

@@ -9,7 +9,9 @@
 
 The function is that of the eager code in transformers (`DeepseekV4Attention` with `DeepseekV4CSACompressor`), where the
 queries of the index come from the low-rank queries; a positive factor per query changes no choice. The choice has no
-gradient, so the index is not trained by the output. Of entries with equal I, earlier ones are preferred.
+gradient: the index is not trained by the output, and its parameters require no gradient, so that optimizers and
+DistributedDataParallel do not wait for one (`attention.index.requires_grad_()` if a loss of yours trains it). Of
+entries with equal I, earlier ones are preferred.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class CSA(HCA):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        self.index = Index(self.width, options)
+        self.index = Index(self.width, options).requires_grad_(False)
 
     def _seen(self, x: Tensor, y: Tensor, exist: Tensor, call: Call) -> Tensor:
         possible, count = super()._seen(x, y, exist, call), self.options.topk  # (B, n, m)

@@ -195,11 +195,12 @@ def _runs_of_level(m: int, size: int, number: int, device: torch.device) -> Runs
     first = torch.arange(0, m, step, device=device)
     tiles = torch.stack((first, (m - first).clamp(max=step)), -1)
     if not number:
-        return Runs(tiles, _spans(first - size, first + 2 * size, m)[:, None], (0,), 3 * size * m)
+        spans = _spans(first - size, first + 2 * size, m)[:, None]
+        return Runs(tiles, spans, (0,), 3 * size * m, (step, 3 * size))
     block, half = first // size * size, first // step % 2  # the first row of the block, and which half it is
     before = _spans(block - size, block - step * (1 - half), m)
     after = _spans(block + size + step * half, block + 2 * size, m)
-    return Runs(tiles, torch.stack((before, after), 1), (0, 0), 3 * step * m)
+    return Runs(tiles, torch.stack((before, after), 1), (0, 0), 3 * step * m, (step, size, size))
 
 
 def _causal_runs(n: int, size: int, levels: int, device: torch.device) -> Runs:
@@ -215,4 +216,5 @@ def _causal_runs(n: int, size: int, levels: int, device: torch.device) -> Runs:
         touches = (block >> (number - 1)) % 2 == 0  # the half of the block that touches the one before
         spans.append(_spans(start - size, torch.where(touches, start - size // 2, start), m))
     pairs = n * (2 * size + 3 * size * (levels - 1) // 4)
-    return Runs(torch.stack((first, rows), -1), torch.stack(spans, 1), tuple(range(levels)), pairs)
+    sizes = (size, 2 * size, *[size] * (levels - 1))
+    return Runs(torch.stack((first, rows), -1), torch.stack(spans, 1), tuple(range(levels)), pairs, sizes)

@@ -150,7 +150,7 @@ class NSA(OutputAttention):
         everything = torch.full_like(first, EVERYTHING)
         tiles = torch.stack((first, (n - first).clamp(max=o.stride)), -1)
         spans = torch.stack((torch.zeros_like(first), number + 1, everything, -everything), -1)
-        return Runs(tiles, spans[:, None], (0,), n * count // 2)
+        return Runs(tiles, spans[:, None], (0,), n * count // 2, (o.stride, count))
 
     def _choose(self, q: Tensor, keys: Tensor, there: Tensor | None, call: Call) -> Tensor:
         """The blocks beside the own one, int64 (G, n, t), from q (G, n, d) and compressed keys (G, T, d)."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -244,9 +243,6 @@ class FamilySees:
 
     def __call__(self, source: int, i: Tensor, j: Tensor) -> Tensor:
         return self.pattern.sees(self.family, i, j)
-
-    def named(self, i: np.ndarray) -> np.ndarray:
-        return self.pattern.named(self.family, i)
 
 
 def _heads(x: Tensor, heads: range, total: int) -> Tensor:

@@ -211,7 +211,8 @@ def _runs(n: int, size: int, causal: bool, device: torch.device) -> Runs:
     own = torch.stack((first, rows, torch.zeros_like(first) if causal else everything, -everything), -1)  # (N, 4)
     count = torch.where(first > 0, size, 0) if causal else torch.full_like(first, size)
     other = torch.stack((first, count, everything, -everything), -1)
-    return Runs(torch.stack((first, rows), -1), torch.stack((own, other), 1), (0, 1), 2 * n * size)
+    sizes = (size, size, size)
+    return Runs(torch.stack((first, rows), -1), torch.stack((own, other), 1), (0, 1), 2 * n * size, sizes)
 
 
 def _cut_up(x: Tensor, size: int) -> Tensor:

@@ -19,7 +19,7 @@ from subquad.attention.checks import check_inputs
 from subquad.core.numbers import is_symbolic, length_of
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members
-from subquad.kernels.pools.groups import grid, group_pool, groups_with_members
+from subquad.kernels.pools.groups import grid, group_pools, groups_with_members
 from subquad.supports.grids import has_groups
 from subquad.supports.partitions import GroupSet
 from subquad.supports.shards import in_blocks
@@ -122,7 +122,7 @@ def _nodes(module, tokens: Tokens, features, find: _Finder, *, back: bool) -> So
     real = tokens.call.exists
     exists = None if real is None else turn(real[..., None])[..., 0]  # (B, 1, n)
     about = ("nodes", 0, module.options.causal)
-    query, key = (group_pool(x, exists, module.abstraction.pool, *about) for x in (fq, fk))
+    query, key = group_pools((fq, fk), exists, module.abstraction.pool, *about)
     if module.abstraction.learns:  # a single token stands for itself
         single = torch.arange(k.shape[2], device=k.device)[:, None] % 2 == 0
         key = torch.where(single, k, key)
@@ -157,7 +157,7 @@ class _Reverse:
 def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: _Finder) -> Source:
     """Columns and rows, see `group_pool`."""
     about, exists = (group_set.pool, group_set.size, module.options.causal), tokens.call.exists
-    query, key = (group_pool(x, exists, module.abstraction.pool, *about) for x in features)
+    query, key = group_pools(features, exists, module.abstraction.pool, *about)
     value = find(query, (tokens.k, tokens.v, exists))
     return key, value, groups_with_members(tokens.k, exists, *about)
 
@@ -260,6 +260,13 @@ def define_projected(module: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, ke
 
 def prepared(module: Any, query: Tensor, project: Any, key_mask: Tensor | None) -> tuple[Rows, Tensor, Any]:
     """The rows of a batch from slot 0 on: where they were, x (B, n, E) and q, k, v (B, H, n, d)."""
+    x, (q, k, v) = projected(module, query, project, key_mask)
+    rows, q, k, v = module._begin(q, k, v, key_mask)
+    return rows, rows.align(x[:, None])[:, 0], (q, k, v)
+
+
+def projected(module: Any, query: Tensor, project: Any, key_mask: Tensor | None) -> tuple[Tensor, Any]:
+    """x (B, n, E), 0 in padded slots, and q, k, v (B, H, n, d)."""
     heads, d = module.options.num_heads, module.options.head_dim
     if query.shape[-1] != heads * d:
         raise ValueError(f"summary=proj needs tokens of width num_heads·head_dim = {heads * d}, not {query.shape[-1]}")
@@ -268,5 +275,4 @@ def prepared(module: Any, query: Tensor, project: Any, key_mask: Tensor | None) 
     if k.shape[1] != heads:
         raise ValueError(f"summary=proj needs as many key heads as num_heads={heads}, not {k.shape[1]}")
     check_inputs(module, q, k, v, key_mask)
-    rows, q, k, v = module._begin(q, k, v, key_mask)
-    return rows, rows.align(x[:, None])[:, 0], (q, k, v)
+    return x, (q, k, v)

@@ -265,6 +265,7 @@ def calibrate(
             "--memory", help="Measure memory too; otherwise only for mechanisms that the package has no figures for."
         ),
     ] = False,
+    times: Annotated[bool, typer.Option("--time/--no-time", help="Measure times, which needs an idle machine.")] = True,
     minutes: Annotated[
         float, typer.Option(min=0, help="Stop after about this many minutes.", show_default=False)
     ] = math.inf,
@@ -298,7 +299,7 @@ def calibrate(
     ways = (True, False) if causal is None else (causal,)
     wanted = subjects(None if specs is None else dict.fromkeys(["full", *specs]), ways, strict=specs is not None)
     known = Points(here) if memory else shipped()
-    total = steps(points, wanted) + memory_steps(points, wanted, known)
+    total = (steps(points, wanted) if times else 0) + memory_steps(points, wanted, known)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = err()
     with (
@@ -307,12 +308,12 @@ def calibrate(
     ):
         task = progress.add_task("", total=total, completed=-1)
         tell = lambda what: progress.update(task, description=what, advance=1)  # noqa: E731
-        done = measure(points, wanted, path, minutes=minutes, tell=tell)
-        done = done and measure_memory(points, wanted, path, known, tell=tell)
+        done = not times or measure(points, wanted, path, minutes=minutes, tell=tell)
+        done = done and measure_memory(points, wanted, path, known, minutes=minutes, tell=tell)
     console = out()
     console.print(
         f"{'calibrated' if done else 'not finished: run the same command again to resume'}: {path}", soft_wrap=True
     )
-    if load.share is not None and load.share > BUSY:
+    if times and load.share is not None and load.share > BUSY:
         used = f"other programs used {100 * load.share:.0f} % of the machine meanwhile: times may be too long"
         console.print(f"{used} (--overwrite measures again)", style="bold", soft_wrap=True)

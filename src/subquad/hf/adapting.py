@@ -20,10 +20,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from subquad.attention.base import Attention
 from subquad.core.files import write_atomically
+from subquad.hf.conversion import converted_layers
 from subquad.hf.fitting import body, fit_loss, tune_backward, watch_original
 from subquad.hf.interface import watching
 from subquad.hf.lowrank import add_updates, merge_updates
 from subquad.hf.naming import NAME
+from subquad.hf.numbers import hide_numbers
 from subquad.hf.texts import windows
 
 CHECKPOINT, LOG, SETTINGS = "adapt.pt", "adapt.jsonl", "adapt.json"
@@ -42,6 +44,8 @@ class Settings:
     rate: float = 3e-2  # learning rate of the mechanisms' parameters in the first phase; a tenth in the second
     update_rate: float = 5e-4  # learning rate of the low-rank updates
     distillation: float = 0.9  # its share of the loss of the second phase; the rest is cross-entropy
+    numbers: int = 0  # hidden in each window of the second phase and asked for at its end
+    decay: bool = False  # do the rates of the second phase fall to 0, linearly?
     clip: float = 1.0  # the longest gradient
     seed: int = 0
 
@@ -75,8 +79,8 @@ class Adapter:
         updates: list[nn.Parameter] = []
         for layer in self.layers.values():
             own += [p.requires_grad_() for p in getattr(layer, NAME).parameters()]
-            if self.settings.rank:
-                updates += add_updates(layer, self.settings.rank)
+        for name in converted_layers(self.model) if self.settings.rank else ():  # those that keep their attention too
+            updates += add_updates(self.model.get_submodule(name), self.settings.rank)
         small, large = [p for p in own if p.dim() < 3], [p for p in own if p.dim() >= 3]
         rate = self.settings.rate
         return [(small, rate), (large, rate / 10), (updates, self.settings.update_rate)]  # matrices learn more slowly
@@ -138,7 +142,7 @@ class Adapter:
             while self.step < self.total:
                 began = time.monotonic()
                 fits = self.step < self.settings.fit_steps
-                line = self.fit(next(source)) if fits else self.tune(next(source))
+                line = self.fit(next(source)) if fits else self.tune(self._with_numbers(next(source)))
                 self.step += 1
                 line = {"step": self.step, "of": self.total, **line, "seconds": round(time.monotonic() - began, 1)}
                 log.write(json.dumps(line) + "\n")
@@ -179,10 +183,16 @@ class Adapter:
             losses.append(total / len(self.layers))
         return {"phase": "fit", "error": round(losses[0], 5), "after": round(losses[-1], 5)}
 
+    def _with_numbers(self, ids: Tensor) -> Tensor:
+        draw = torch.Generator().manual_seed(self.settings.seed * 2**32 + self.step)  # a resumed run draws the same
+        count = self.settings.numbers
+        return hide_numbers(ids, self.tokenizer, count, draw) if count else ids
+
     def tune(self, ids: Tensor) -> dict[str, Any]:
         """One step of the whole model."""
+        left = (self.total - self.step) / self.settings.tune_steps if self.settings.decay else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = group["first"] / 10 if group["own"] else group["first"]
+            group["lr"] = left * (group["first"] / 10 if group["own"] else group["first"])
         entropy, divergence = tune_backward(self.model, ids, self.settings.distillation)
         self._step()
         return {"phase": "tune", "loss": round(entropy, 4), "distillation": round(divergence, 5)}

@@ -43,18 +43,17 @@ KINDS = {
 
 class Entry(NamedTuple):
     name: str
-    make: Callable[[Kind, int], Launch]  # with the head width
+    make: Callable[[Kind, int, bool], Launch]  # with the head width, and whether it is for AMD
     kinds: tuple[str, ...] = tuple(KINDS)
     multiplies: bool = True  # matrices, by the tensor cores
 
 
 MERGE: dict[str, dict[str, Any]] = {  # variants: constants of the kernel
     "": {},
-    ", mask": {"VALID": True},
-    ", dropout": {"DROP": True},
     ", mask, dropout, rules": {"VALID": True, "DROP": True, "RULES": 3},
 }
 EDGES: dict[str, dict[str, Any]] = {"": {}, ", mask, dropout": {"MASK": True, "DROP": True}}
+LINEAR: dict[str, dict[str, Any]] = {"": {}, ", scales": {"SCALED": True}}
 
 
 def entries() -> Iterator[Entry]:
@@ -65,16 +64,17 @@ def entries() -> Iterator[Entry]:
         for name in ("edges forward", "edges backward"):
             yield Entry(f"{name}{variant}", partial(_edges, name, constants), ("float32",), multiplies=False)
     yield Entry("edges sums", partial(_edges, "edges sums", {}), ("float32",), multiplies=False)
-    for name in ("linear forward", "linear da", "linear db"):
-        yield Entry(name, partial(_walk, name), ("float32", "TF32"))
+    for variant, constants in LINEAR.items():
+        for name in ("forward", "da", "db", "dv"):
+            yield Entry(f"linear {name}{variant}", partial(_walk, name, constants), ("float32", "TF32"))
 
 
-def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch:
+def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int, amd: bool) -> Launch:
     """Two sources, tokens and summaries: what a Combiner runs."""
     from subquad.kernels.merge import triton_tiles as tiles
     from subquad.kernels.merge.gpu import shapes
 
-    shape, pointer = shapes(width, kind.dtype, kind.precision)[kernel], f"*{kind.triton}"
+    shape, pointer = shapes(width, kind.dtype, kind.precision, amd)[kernel], f"*{kind.triton}"
     real = "*u8" if "VALID" in variant else pointer  # queries stand for a mask that is not there
     source = (pointer, "i64", "i64", "i64", pointer, "i64", "i64", "i64", real, "i32", "i32")
     tables = {name: "*i32" for name in ("spans", "tiles", "starts", "rectangles")}
@@ -111,9 +111,10 @@ def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int) -> Laun
     return Launch(function, signature, constants, *shape[2:], f"{shape.queries}×{shape.keys}", options)
 
 
-def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch:
+def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int, amd: bool) -> Launch:
     """Lists of edges; the backward with the straight-through gradient of SBM."""
-    from subquad.kernels.edges import gpu, rows
+    from subquad.kernels.edges import gpu
+    from subquad.kernels.edges import triton_rows as rows
 
     kernels: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         "edges forward": (rows.attention_rows, ("Out",), ("n", "m", "heads", "group", "graphs", "share"), {}),
@@ -139,8 +140,8 @@ def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch
     return Launch(function, given | whole | real, constants, 4, 3, f"1×{gpu.EDGES}", options)
 
 
-def _walk(name: str, kind: Kind, width: int) -> Launch:
-    """As many features as the head is wide; the gradient of b as that of v, with one number more per token."""
+def _walk(name: str, variant: dict[str, Any], kind: Kind, width: int, amd: bool) -> Launch:
+    """As many features as the head is wide, and normalised."""
     from subquad.kernels.linear import gpu
     from subquad.kernels.linear.triton_walk import walk
 
@@ -149,8 +150,8 @@ def _walk(name: str, kind: Kind, width: int) -> Launch:
         "chunks": "i32",
     }
     sizes = gpu.constants(width, width, kind.precision)
-    chosen = {"REVERSE": name == "linear db", "EXTRA": name != "linear forward", "TOTAL": name == "linear forward"}
-    constants = {**sizes, **chosen, "SCALED": False, "PRECISION": kind.precision}
+    chosen = {"REVERSE": name in ("db", "dv"), "EXTRA": name in ("da", "db"), "TOTAL": name == "forward"}
+    constants = {**sizes, **chosen, "SCALED": False, "PRECISION": kind.precision, **variant}
     warps = gpu.shape(width, kind.precision).warps
     options = devices.launch_options(kind.dtype, warps)
     return Launch(walk, given, constants, warps, gpu.STAGES, f"{sizes['C']}×{sizes['BD']}", options)

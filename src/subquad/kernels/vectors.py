@@ -307,6 +307,20 @@ def elu_row(typingctx, kind, a, count) -> Any:
     return types.void(kind, types.intp, types.intp), emit
 
 
+def _store_turned(e: Emitter, rows: list[Any], b: Any, row_b: Any) -> None:
+    """A square block of as many rows as a vector has lanes, transposed, to b."""
+    step, every = 1, range(e.lanes)
+    while step < e.lanes:  # swap the off-diagonal halves of blocks of 2·step
+        for i in every:
+            if not i & step:
+                x, y = rows[i], rows[i | step]
+                rows[i] = e.shuffle(x, y, [e.lanes + (j ^ step) if j & step else j for j in every])
+                rows[i | step] = e.shuffle(x, y, [e.lanes + j if j & step else j | step for j in every])
+        step *= 2
+    for i, row in enumerate(rows):
+        e.store(row, e.place(b, e.builder.mul(WORD(i), row_b)))
+
+
 @intrinsic
 def _transpose_block(typingctx, kind, a, row_a, b, row_b) -> Any:
     """b = aᵀ for a square block of as many rows as a vector has lanes."""
@@ -314,20 +328,27 @@ def _transpose_block(typingctx, kind, a, row_a, b, row_b) -> Any:
     def emit(context, builder, signature, arguments):
         e = Emitter(context, builder, kind)
         _, a, row_a, b, row_b = arguments
-        rows = [e.load(e.place(a, builder.mul(WORD(i), row_a))) for i in range(e.lanes)]
-        step = 1
-        while step < e.lanes:  # swap the off-diagonal halves of blocks of 2·step
-            for i in range(e.lanes):
-                if not i & step:
-                    x, y, every = rows[i], rows[i | step], range(e.lanes)
-                    rows[i] = e.shuffle(x, y, [e.lanes + (j ^ step) if j & step else j for j in every])
-                    rows[i | step] = e.shuffle(x, y, [e.lanes + j if j & step else j | step for j in every])
-            step *= 2
-        for i, row in enumerate(rows):
-            e.store(row, e.place(b, builder.mul(WORD(i), row_b)))
+        _store_turned(e, [e.load(e.place(a, builder.mul(WORD(i), row_a))) for i in range(e.lanes)], b, row_b)
         return context.get_dummy_value()
 
     return types.void(kind, *[types.intp] * 4), emit
+
+
+@intrinsic
+def turn_block(typingctx, factor, count, a, row_a, b, row_b) -> Any:
+    """b = factor · aᵀ for `count` rows, a whole vector of them or fewer: then the last one stands for the rest."""
+
+    def emit(context, builder, signature, arguments):
+        e = Emitter(context, builder, factor)
+        by, count, a, row_a, b, row_b = e.splat(arguments[0]), *arguments[1:]
+        last, rows = builder.sub(count, WORD(1)), []
+        for i in map(WORD, range(e.lanes)):
+            row = builder.select(builder.icmp_signed("<", i, count), i, last)
+            rows.append(builder.fmul(by, e.load(e.place(a, builder.mul(row, row_a)))))
+        _store_turned(e, rows, b, row_b)
+        return context.get_dummy_value()
+
+    return types.void(factor, *[types.intp] * 5), emit
 
 
 @intrinsic

@@ -18,7 +18,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from subquad.models.cache import SubquadCache
+from subquad.models import trees as trees  # caches are trees of tensors from now on
+from subquad.models.cache import SubquadCache, SubquadEncoderDecoderCache
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import SubquadModel
 from subquad.models.heads import (
@@ -34,6 +35,7 @@ __all__ = [
     "HEADS",
     "SubquadCache",
     "SubquadConfig",
+    "SubquadEncoderDecoderCache",
     "SubquadForCausalLM",
     "SubquadForConditionalGeneration",
     "SubquadForMaskedLM",

@@ -11,6 +11,7 @@ can, the next call computes them again from the tokens that were read (`subquad.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,15 +21,21 @@ from transformers.cache_utils import CacheLayerMixin
 
 from subquad.attention.base import Attention
 from subquad.attention.states import State
-from subquad.attention.states.state import ROLLBACK
+from subquad.attention.states.entrance import memory_of
+from subquad.attention.states.state import ROLLBACK, Unmade
 from subquad.models.past import Past
 
 RECORDING = 512  # tokens that can be taken back where transformers announces that it will
 
 
 class StateLayer(CacheLayerMixin):
-    """The state of one layer's mechanism, and the number of slots it has seen, padding included."""
+    """The state of one layer's mechanism, and the number of slots it has seen, padding included.
 
+    `state` and `past` are slots of the class: transformers' exporters walk through the `__dict__` of everything and
+    would write into what they find there. Graphs take a cache as `subquad.models.trees` says.
+    """
+
+    __slots__ = ("past", "state")
     is_croppable = True
     supports_early_init = False
     is_sliding = False
@@ -50,11 +57,23 @@ class StateLayer(CacheLayerMixin):
             return x.new_zeros(len(x), 0, mechanism.options.num_heads * mechanism.options.head_dim)
         if self.state is None:
             kind = x.dtype if mechanism.capabilities.level == "layer" else computed_in(x)  # of tokens, or of keys
-            self.state = mechanism.start(len(x), device=x.device, dtype=kind, seed=seed, rollback=self.rollback)
+            self.state = mechanism.start(x.shape[0], device=x.device, dtype=kind, seed=seed, rollback=self.rollback)
             self.is_initialized, self.device, self.dtype = True, x.device, self.state.dtype
+        elif isinstance(self.state.memory, Unmade):
+            self.state = replace(self.state, memory=memory_of(mechanism, self.state.rollback))
         y, self.state = mechanism.extend_tokens(x, project, self.state, key_mask)
         self.slots += x.shape[1]
         return y
+
+    def record(self, *given: Any) -> None:
+        """The tokens of the call that has just ended, as `Past.add` takes them. After a step that was not recorded (a
+        graph records nothing) none of them are known: what is missing cannot be computed again.
+        """
+        x = given[0] if given[0] is not None else given[1]
+        if self.past.slots + x.shape[1] != self.slots:
+            self.past.crop(0)
+        else:
+            self.past.add(*given)
 
     def skip(self, key_mask: Tensor) -> None:
         """After `extend` with the real slots of a chunk alone, count those that hold padding in every row."""
@@ -137,6 +156,9 @@ class StateLayer(CacheLayerMixin):
         if self.leads:
             self.past.crop(0)
 
+    def reserve(self, length: int) -> None:
+        self._set(None if self.state is None else self.state.reserve(length))
+
     def offload(self) -> None:
         self._set(None if self.state is None else self.state.to("cpu"))
 
@@ -160,6 +182,15 @@ class SubquadCache(DynamicCache):
     @property
     def lengths(self) -> Tensor | None:
         return lengths_of(self)
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` positions: an exported step allocates nothing."""
+        for layer in self.layers:
+            layer.reserve(length)
+
+
+class SubquadEncoderDecoderCache(EncoderDecoderCache):
+    """A `SubquadCache` for the decoder's own tokens, keys and values for those of the encoder."""
 
 
 def lengths_of(cache: DynamicCache) -> Tensor | None:

@@ -147,7 +147,7 @@ class Stack(SubquadPreTrainedModel):
             states.append(x)
             outputs.append(output)
         if cache is not None and not torch.compiler.is_compiling():
-            cache.layers[0].past.add(ids, embeds, key_mask, positions, token_type_ids)
+            cache.layers[0].record(ids, embeds, key_mask, positions, token_type_ids)
         x = states[-1] = self.norm(x)
         weights = tuple(output.weights for output in outputs), tuple(output.cross_weights for output in outputs)
         return BackboneOutput(
@@ -168,18 +168,24 @@ class Stack(SubquadPreTrainedModel):
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:
         """Which of the new tokens are real, and their positions: each row goes on from its own length."""
-        past, t, lengths = cache.get_seq_length(), x.shape[1], lengths_of(cache)
+        t, lengths, tracing = x.shape[1], lengths_of(cache), torch.compiler.is_compiling()
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens: a packed batch cannot be put into a cache; pass use_cache=False")
         if self.gradient_checkpointing and self.training:
             raise ValueError("use_cache: gradient checkpointing computes layers twice; pass use_cache=False")
-        if lengths is not None and len(lengths) != len(x):
+        if lengths is not None and lengths.shape[0] != x.shape[0]:
             raise ValueError(f"past_key_values has batch size {len(lengths)}, the new tokens have {len(x)}")
-        if mask is not None and mask.dim() == 2 and mask.shape[1] != past + t:
+        past = 0 if tracing else cache.get_seq_length()  # a graph is made for any number of them
+        if mask is not None and mask.dim() == 2 and not tracing and mask.shape[1] != past + t:
             raise ValueError(
                 f"attention_mask must have {past + t} columns, {past} cached and {t} new, not {mask.shape[1]}"
             )
-        key_mask = None if mask is None else real_tokens(mask[:, past:])
+        key_mask = None if mask is None else real_tokens(mask[:, -t:])
+        if tracing and key_mask is not None and lengths is not None:
+            torch._assert_async(
+                key_mask.all(), "attention_mask: an exported step takes no padding behind the first tokens"
+            )
+            key_mask = None
         if key_mask is not None and self._begun(cache, key_mask) and not bool((key_mask == key_mask[:1]).all()):
             raise ValueError(
                 "attention_mask: behind the first tokens of a row the same slots must be real in all rows; pad prompts "
@@ -189,13 +195,13 @@ class Stack(SubquadPreTrainedModel):
             positions = lengths[:, None] + torch.arange(t, device=x.device)  # (B, t)
         else:
             positions = place(x if mask is None else mask, mask, position_ids)[:, -t:]
-        if past + t > self.config.max_position_embeddings:
+        if not tracing and past + t > self.config.max_position_embeddings:
             self._check_length(int(positions.max()) + 1)
         return key_mask, positions
 
     def _begun(self, cache: DynamicCache | None, key_mask: Tensor) -> bool:
         """Does a row that the cache has tokens of have padding among its new ones?"""
-        lengths = None if cache is None else lengths_of(cache)
+        lengths = None if cache is None or torch.compiler.is_compiling() else lengths_of(cache)
         return lengths is not None and bool(((lengths > 0) & ~key_mask.all(1)).any())
 
     def streams(self) -> str | None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 
-from subquad.models.cache import SubquadCache
+from subquad.models.cache import SubquadCache, SubquadEncoderDecoderCache
 from subquad.models.config import SubquadConfig
 
 
@@ -50,7 +50,7 @@ class CachedGenerationMixin(GenerationMixin):
                     f"cache_implementation: these models have a cache of their own; leave it out, it was {kind!r}"
                 )
             made: Any = SubquadCache(len(self.decoder_stack().blocks))
-            made = EncoderDecoderCache(made, DynamicCache()) if self.config.is_encoder_decoder else made
+            made = SubquadEncoderDecoderCache(made, DynamicCache()) if self.config.is_encoder_decoder else made
             if generation_config.is_assistant:
                 made.activate_past_recording()
             model_kwargs["past_key_values"] = made

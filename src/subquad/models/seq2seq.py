@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block
-from subquad.models.cache import SubquadCache, split
+from subquad.models.cache import SubquadCache, SubquadEncoderDecoderCache, split
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import Stack, SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
 from subquad.models.generation import CachedGenerationMixin
@@ -77,7 +77,7 @@ class Decoder(Stack):
         use_cache: bool | None = None,
     ) -> BackboneOutput:
         if past_key_values is None and use_cache:
-            past_key_values = EncoderDecoderCache(SubquadCache(len(self.blocks)), DynamicCache())
+            past_key_values = SubquadEncoderDecoderCache(SubquadCache(len(self.blocks)), DynamicCache())
         own, across = split(past_key_values)
         return self.run(
             input_ids, inputs_embeds, attention_mask, None, None, output_attentions, output_hidden_states,

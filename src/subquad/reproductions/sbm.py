@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from subquad.reproductions.declare import Claim, Column, Method, Reproduction, Scale, lra
+from subquad.reproductions.declare import PAPER, Claim, Column, Method, Reproduction, Scale, lra
 
 SBM, FULL = "SBM-Transformer", "Full-attention"
 MEASURES, DRAWN = "subquad.reproductions.measures:", "subquad.reproductions.drawings:"
@@ -156,7 +156,7 @@ TABLE_6 = Reproduction(
 
 FIGURE_4 = Reproduction(
     "sbm-figure-4", "Cho et al. 2022, figure 4", "finding repeated tokens: who can learn full attention?",
-    columns=(Column("accuracy", "repeated-tokens", Scale("paper"), Scale("paper"), factor=100),),
+    columns=(Column("accuracy", "repeated-tokens", Scale("paper", ("enough=0.995",)), PAPER, factor=100),),
     methods=(
         *(Method(each.name, each.spec) for each in BASELINES),
         Method(SBM, "sbm:clusters=128"),
@@ -165,8 +165,9 @@ FIGURE_4 = Reproduction(
         Claim(FULL, 99), Claim(SBM, 99),
         *(Claim(99, name) for name in ("Linearized", "Reformer", "Performer", "Linformer", "Nyströmformer")),
     ),
-    differs="nothing but the size of the baselines, of which the paper says nothing here: 64 features, dimensions and "
-    "landmarks, a quarter of the length (256 of them would be as many as tokens)",
+    differs="the size of the baselines, of which the paper says nothing here: 64 features, dimensions and landmarks, a "
+    "quarter of the length (256 of them would be as many as tokens). A run ends at the first evaluation with 99.5 %: "
+    "the question is who passes 99 %",
 )  # fmt: skip
 
 STATED = "a diagram of the architecture: there are no numbers in it"

@@ -1,16 +1,17 @@
 """Predictions of `subquad advise` beside measurements, on layers that no calibration has measured.
 
-    subquad study advice --json docs/results/advice.json
+    subquad study advice --json docs/results/advice.json --write docs/advise.md
 
-Ten configurations are held back: lengths between those of the calibration and beyond them, other widths, heads and
-batch sizes, both directions, forward passes and training steps. Time is the best of a few calls, memory the
-growth of a fresh process, as in `subquad bench`.
+Ten layers are drawn with a fixed seed: their lengths are spread evenly, on a logarithmic scale, from 512 to 65,536, and
+their mechanisms, directions, sizes, batch sizes and steps are random. Mechanisms with a quadratic part are drawn up to
+`QUADRATIC` tokens. Time is the best of a few calls, memory the growth of a fresh process whose kernels are loaded.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,14 +21,21 @@ from typing import Annotated, Any
 import typer
 
 from subquad import bench
-from subquad.advice.costs import Costs, Size
-from subquad.advice.measuring import about_here, best
-from subquad.advice.points import Subject
+from subquad.advice.costs import Costs, Size, exponent
+from subquad.advice.measuring import about_here, best, make
+from subquad.advice.peaks import Peaks
+from subquad.advice.points import Shape, Subject, shapes, subjects
 from subquad.advice.ranking import sources
-from subquad.bench import Setting, make_inputs, make_step
+from subquad.studies import tables
 
 TIME, MEMORY = 0.25, 0.20  # errors that are allowed
 LEAST = 0.5  # seconds of the calls of one measurement
+SEED = 2026
+COUNT = 10
+SIZES = ((256, 4), (256, 8), (384, 6), (512, 4), (512, 8), (768, 12), (1024, 16))  # width and heads
+BATCHES = (1, 2, 4)
+LARGEST = 2**24  # numbers in one tensor, (B, n, E)
+QUADRATIC = 4096
 
 
 @dataclass(frozen=True)
@@ -47,164 +55,186 @@ class Held:
         return " ".join(str(value) for value in asdict(self).values())
 
     @property
-    def setting(self) -> Setting:
-        return Setting(
-            heads=self.heads,
-            head_dim=self.width // self.heads,
-            batch=self.batch,
-            causal=self.causal,
-            backward=self.train,
-        )
+    def subject(self) -> Subject:
+        return Subject(self.spec, self.causal)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.n, self.heads, self.width // self.heads, self.batch)
 
 
-HELD = (
-    Held("combiner-fixed", True, True, 16384, 512, 8),
-    Held("full", True, False, 4096, 512, 8),
-    Held("longformer", False, True, 12288, 384, 6),
-    Held("linear", True, False, 65536, 256, 4),
-    Held("composite-slice", False, False, 24576, 512, 4),
-    Held("strided", False, True, 1536, 1024, 16),
-    Held("combiner-tree", True, False, 49152, 256, 8),
-    Held("performer", False, True, 3072, 256, 8, 2),
-    Held("moba", True, True, 6144, 512, 8),
-    Held("h-transformer-1d", True, False, 512, 768, 12, 4),
-)
+def drawn(seed: int = SEED, count: int = COUNT) -> tuple[Held, ...]:
+    """Layers of different mechanisms, from 512 to 65,536 tokens in multiples of 64."""
+    chance, names, found = random.Random(seed), subjects(), []
+    for i in range(count):
+        n = 64 * round(8 * 128 ** (i / (count - 1)))
+        subject = chance.choice([each for each in names if n <= QUADRATIC or exponent(each) < 2])
+        names = [each for each in names if each.spec != subject.spec]
+        width, heads = chance.choice([size for size in SIZES if n * size[0] <= LARGEST])
+        fitting = [Shape(n, heads, width // heads, size) for size in BATCHES if size * n * width <= LARGEST]
+        batch = chance.choice([shape.batch for shape in fitting if shape not in shapes(subject)])
+        found.append(Held(subject.spec, subject.causal, chance.random() < 0.5, n, width, heads, batch))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Predicted and measured: seconds of a layer's step, and bytes by which it raises the memory of a process."""
+    """Predicted and measured: seconds of a layer's step, and bytes by which it raises the memory of a process; None
+    where it has not been measured yet.
+    """
 
     about: dict[str, Any]
-    seconds: float
     predicted_seconds: float
+    predicted_bytes: float
+    seconds: float | None = None
     bytes: int | None = None
-    predicted_bytes: float | None = None
 
     @property
-    def time_error(self) -> float:
-        return self.predicted_seconds / self.seconds - 1
+    def time_error(self) -> float | None:
+        return None if self.seconds is None else self.predicted_seconds / self.seconds - 1
 
     @property
     def memory_error(self) -> float | None:
-        if self.bytes is None or self.predicted_bytes is None:
-            return None
-        return self.predicted_bytes / self.bytes - 1
+        return None if self.bytes is None else self.predicted_bytes / self.bytes - 1
 
 
 def predict(costs: Costs, held: Held) -> tuple[float, float]:
     """Seconds and bytes."""
-    subject, size = Subject(held.spec, held.causal), Size(held.n, held.width, held.heads, held.batch)
-    quantity = "train" if held.train else "forward"
-    return costs.seconds(subject, size, quantity), costs.peak(subject, size, quantity)
+    size, quantity = Size(held.n, held.width, held.heads, held.batch), "train" if held.train else "forward"
+    return costs.seconds(held.subject, size, quantity), costs.peak(held.subject, size, quantity)
 
 
 def measure_seconds(held: Held) -> float:
-    data = make_inputs("layer", held.n, held.setting)
-    return best(make_step(held.spec, "layer", held.n, held.setting, data), LEAST)
+    return best(make(held.subject, held.shape, backward=held.train), LEAST)
 
 
 def measure_bytes(held: Held) -> int:
-    return bench.peak_memory(held.spec, "layer", held.n, held.setting)
+    with Peaks() as peaks:
+        return peaks.measure(held.subject, held.shape, backward=held.train)["peak"]
 
 
 def run(
     chosen: Sequence[Held],
     path: Path,
     *,
-    memory: bool = True,
+    quantities: Sequence[str] = ("bytes", "seconds"),
     minutes: float = math.inf,
     tell: Callable[[str], None] = lambda what: None,
 ) -> bool:
     """Measure what the file does not have yet; True when nothing is missing."""
-    started = time.monotonic()
-    kept = read(path)
+    started, measures = time.monotonic(), {"seconds": measure_seconds, "bytes": measure_bytes}
+    rows = read(path)
     for held in chosen:
-        row = kept.setdefault(held.key, {})
-        wanted = {"seconds": measure_seconds} | ({"bytes": measure_bytes} if memory else {})
-        for quantity, measure in wanted.items():
+        row = rows.setdefault(held.key, asdict(held))
+        for quantity in quantities:
             if quantity in row:
                 continue
             if (time.monotonic() - started) / 60 > minutes:
                 return False
             tell(f"{held.spec} at n = {held.n:,}: {quantity}")
-            row[quantity] = measure(held)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            bench.write(path, {**about_here(), "rows": kept})
+            row[quantity] = measures[quantity](held)
+            write(path, rows)
     return True
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The measurements of a file, which must be of this machine and these versions."""
+    """The rows of a file by their layers; it must be of this machine and these versions."""
     if not path.exists():
         return {}
     found, here = json.loads(path.read_text()), about_here()
     for key in ("versions", "machine"):
         if found[key] != here[key]:
             raise ValueError(f"{path} was measured with other {key} ({found[key]}): delete it to measure again")
-    return found["rows"]
+    names = Held.__dataclass_fields__
+    return {Held(**{name: row[name] for name in names}).key: row for row in found["rows"]}
 
 
-def compared(chosen: Sequence[Held], path: Path, costs: Callable[[bool], Costs]) -> list[Compared]:
-    """What has been measured, beside the predictions of the cost model of its direction."""
-    kept, found = read(path), []
-    for held in chosen:
-        row = kept.get(held.key, {})
-        if "seconds" not in row:
-            continue
-        seconds, size = predict(costs(held.causal), held)
-        found.append(
-            Compared(
-                about=asdict(held),
-                seconds=row["seconds"],
-                predicted_seconds=seconds,
-                bytes=row.get("bytes"),
-                predicted_bytes=size,
-            )
-        )
-    return found
+def write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    bench.write(path, {**about_here(), "rows": list(rows.values())})
 
 
-def lines(rows: Sequence[Compared]) -> list[str]:
-    """The table, and how many predictions are within the bounds."""
-    titles = f"{'layer':<44} {'time':>9} {'predicted':>9} {'':>6}  {'memory':>9} {'predicted':>9}"
-    shown = [titles]
+def compare(chosen: Sequence[Held], path: Path, costs: Callable[[bool], Costs]) -> list[Compared]:
+    """What has been measured beside the predictions of the cost model of its direction, which the file keeps too."""
+    rows = read(path)
+    measured = [(held, rows[held.key]) for held in chosen if {"seconds", "bytes"} & rows.get(held.key, {}).keys()]
+    for held, row in measured:
+        row["predicted_seconds"], row["predicted_bytes"] = predict(costs(held.causal), held)
+    write(path, {held.key: rows[held.key] for held in chosen if held.key in rows})
+    return [compared(row) for _, row in measured]
+
+
+def compared(row: dict[str, Any]) -> Compared:
+    """A row of the file."""
+    figures = ("seconds", "predicted_seconds", "bytes", "predicted_bytes")
+    about = {key: value for key, value in row.items() if key not in figures}
+    return Compared(about=about, **{key: row[key] for key in figures if key in row})
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def table(result: dict[str, Any], words: Sequence[str] = ()) -> str:
+    """For the docs: the layers, and how many predictions are within the bounds."""
+    rows = [compared(row) for row in result["rows"] if "predicted_seconds" in row]
+    titles = ["layer", "tokens", "width / heads", "time, ms", "predicted", "error", "memory, MiB", "predicted", "error"]
+    lines = []
     for row in rows:
         a = row.about
-        way, what = "causal" if a["causal"] else "both ways", "train" if a["train"] else "forward"
-        name = f"{a['spec']} {way} {what}"
-        size = f"{a['n']:,} × {a['width']}/{a['heads']}" + (f" × {a['batch']}" if a["batch"] > 1 else "")
-        times = f"{1e3 * row.seconds:>6.0f} ms {1e3 * row.predicted_seconds:>6.0f} ms {row.time_error:>+6.0%}"
-        memory = ""
-        if row.memory_error is not None and row.bytes and row.predicted_bytes:
-            sizes = f"{row.bytes / 2**20:>5.0f} MiB {row.predicted_bytes / 2**20:>5.0f} MiB"
-            memory = f"  {sizes} {row.memory_error:>+6.0%}"
-        shown += [f"{name:<34} {size}", f"{'':<44} {times}{memory}"]
-    good = sum(abs(row.time_error) <= TIME for row in rows)
-    sized = [row.memory_error for row in rows if row.memory_error is not None]
-    small = sum(abs(error) <= MEMORY for error in sized)
-    shown.append(f"time within {TIME:.0%}: {good} of {len(rows)}; memory within {MEMORY:.0%}: {small} of {len(sized)}")
-    return shown
+        way, what = "causal" if a["causal"] else "bidirectional", "training" if a["train"] else "forward"
+        size = f"{a['width']} / {a['heads']}" + (f", batch {a['batch']}" if a["batch"] > 1 else "")
+        line = [f"`{a['spec']}`, {way}, {what}", f"{a['n']:,}", size]
+        line += cells(row.seconds, row.predicted_seconds, row.time_error, 1e-3)
+        lines.append(line + cells(row.bytes, row.predicted_bytes, row.memory_error, 2**20))
+    return f"{tables.markdown(titles, lines)}\n\n{tally(rows)}"
+
+
+def cells(value: float | None, predicted: float, error: float | None, unit: float) -> list[str]:
+    """Measured, predicted and the error, where something was measured."""
+    if value is None or error is None:
+        return ["", "", ""]
+    return [
+        *(f"{x / unit:,.0f}" if x >= 100 * unit else f"{x / unit:.3g}" for x in (value, predicted)),
+        f"{error:+.0%}",
+    ]
+
+
+def tally(rows: Sequence[Compared]) -> str:
+    """How many predictions are within the bounds, of those that something was measured for."""
+    found = []
+    for what, limit in (("time", TIME), ("memory", MEMORY)):
+        errors = [error for row in rows if (error := getattr(row, f"{what}_error")) is not None]
+        good = sum(abs(error) <= limit for error in errors)
+        missing = f" ({COUNT - len(errors)} not measured yet)" if len(errors) < COUNT else ""
+        found.append(f"{what.capitalize()} within {100 * limit:.0f} %: {good} of {len(errors)}{missing}.")
+    return " ".join(found)
 
 
 def show(
     path: Annotated[Path, typer.Option("--json", help="File that keeps the measurements.")] = Path("advice.json"),
+    write: Annotated[Path | None, typer.Option(help="Bring the table in this Markdown file up to date.")] = None,
     minutes: Annotated[float, typer.Option(help="Stop after about this many minutes.")] = math.inf,
-    memory: Annotated[bool, typer.Option(help="Measure memory too.")] = True,
+    times: Annotated[bool, typer.Option("--time/--no-time", help="Measure times, on an idle machine.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure memory.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed that the layers are drawn with.")] = SEED,
     measured: Annotated[bool, typer.Option("--measured", help="Measure nothing, only print the table.")] = False,
 ) -> None:
     """Compare the predictions of `subquad advise` with measurements of ten layers outside any calibration.
 
     The predictions are those of this machine's calibration where there is one. Run the same command again to resume.
     """
-    if not measured and not run(HELD, path, memory=memory, minutes=minutes, tell=lambda text: print(text, flush=True)):
+    held, tell = drawn(seed), lambda text: print(text, flush=True)
+    quantities = [name for name, wanted in (("bytes", memory), ("seconds", times)) if wanted]
+    if not measured and not run(held, path, quantities=quantities, minutes=minutes, tell=tell):
         print("not finished: run the same command again to resume")
-    here = about_here()
-    models = {causal: sources(causal, here) for causal in (True, False)}
+    models = {causal: sources(causal, about_here()) for causal in (True, False)}
     if not all(own for _, _, own, _ in models.values()):
         print("without a calibration of this machine (`subquad calibrate`): predictions are for another one")
-    rows = compared(HELD, path, lambda causal: models[causal][0])
-    print("\n".join(lines(rows)))
+    compare(held, path, lambda causal: models[causal][0])
+    print(table(json.loads(path.read_text())))
+    if write is not None:
+        tables.update(write, path.parent)
+        print(f"table: {write}")
 
 
 def add_to(app) -> None:

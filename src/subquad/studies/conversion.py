@@ -29,7 +29,7 @@ from subquad.hf.loading import load
 from subquad.hf.original import original
 from subquad.hf.passkey import passkey
 from subquad.hf.perplexity import measure
-from subquad.studies.conversion_tables import ALONE, SHOWN
+from subquad.studies.conversion_tables import ADAPTED, ALONE, SHOWN
 
 SPAN, NEAR, SINKS = 32, 256, 4
 WINDOW = f"combiner-window:span={SPAN},window={NEAR},sinks={SINKS}"
@@ -51,7 +51,9 @@ def conversion(
     attention: Annotated[
         list[str] | None, typer.Option("--attention", help="SPEC of a conversion; may be repeated.")
     ] = None,
-    adapted: Annotated[Path | None, typer.Option(help="Folder of an adapted model, measured too.")] = None,
+    adapted: Annotated[
+        list[Path] | None, typer.Option(help="Folder of an adapted model, measured too; may be repeated.")
+    ] = None,
     n: Annotated[int, typer.Option(min=2, help="Tokens of each text.")] = 2048,
     start: Annotated[int, typer.Option(min=0, help="Character at which to begin.")] = 20000,
     speed: Annotated[str, typer.Option(help="Comma-separated lengths of prompts whose speed is measured.")] = "4096",
@@ -74,9 +76,9 @@ def conversion(
         ids[path.stem] = texts.window(texts.read(path), tokenizer, n, start)
     lengths = [int(piece) for piece in speed.split(",") if piece.strip()]
     source = texts.read(Path(text.split(",")[0].strip()))
-    for one, label in variants(found, specs, adapted):
+    for one, label in variants(found, specs, adapted or []):
         measure_losses(kept, one, label, ids)
-        if label == specs[-1]:
+        if label == specs[-1] or label.startswith(ADAPTED):
             measure_speeds(kept, one, label, [texts.window(source, tokenizer, length, start) for length in lengths])
         if hidden:
             measure_passkeys(kept, one, label, tokenizer, hidden, tries)
@@ -93,14 +95,14 @@ def default_specs(model: Any) -> list[str]:
     return [f"{WINDOW},abstraction=mean", own, *([f"{own},shared_heads={shared}"] if shared > 1 else [])]
 
 
-def variants(model: Any, specs: Sequence[str], adapted: Path | None) -> Iterator[tuple[Any, str]]:
-    """The original, a window with sinks alone, each conversion, and the adapted model."""
+def variants(model: Any, specs: Sequence[str], adapted: Sequence[Path]) -> Iterator[tuple[Any, str]]:
+    """The original, a window with sinks alone, each conversion, and the adapted models."""
     yield hf.revert(model), "full"
     yield hf.convert(model, DIRECT), ALONE
     for spec in specs:
         yield hf.convert(model, spec), spec
-    if adapted is not None:
-        yield load(adapted)[0], f"adapted: {adapted.name}"
+    for folder in adapted:
+        yield load(folder)[0], f"{ADAPTED}{folder.name}"
 
 
 class Measurements:
@@ -172,7 +174,7 @@ def page(result: dict[str, Any]) -> str:
     titles = {
         "losses": f"Loss beyond token {BEYOND}, nats: full attention, and what the others are above it",
         "speeds": "Converted against original",
-        "passkeys": "Hidden numbers that are found, and the loss of their tokens",
+        "passkeys": "Hidden numbers that are found, the share of their digits, and the loss of these",
     }
     parts = [f"## {result['model']}"]
     for kind, title in titles.items():

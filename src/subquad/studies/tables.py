@@ -198,6 +198,13 @@ def processes(result: dict[str, Any], words: Sequence[str]) -> str:
     return SHOWN[words[0]](result, words[1:])
 
 
+def advice(result: dict[str, Any], words: Sequence[str]) -> str:
+    """What `subquad study advice` predicted and measured."""
+    from subquad.studies.advice import table
+
+    return table(result)
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any], Sequence[str]], str]]] = {
     "machine": ("speed.json", machine),
     "speed": ("speed.json", speed),
@@ -206,4 +213,5 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any], Sequence[str]], str]]] = 
     "run": ("run.json", comparison),
     "conversion": ("conversion.json", conversion),
     "processes": ("processes.json", processes),
+    "advice": ("advice.json", advice),
 }

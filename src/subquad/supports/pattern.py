@@ -37,6 +37,11 @@ class Pattern(Support):
 
     families = 1  # p of the paper
 
+    @property
+    def longest(self) -> int | None:
+        """The length that its sets are given for; None = they are known for any."""
+        return None
+
     def allows(self, family: int, i: np.ndarray, j: np.ndarray, n: int) -> np.ndarray:
         """Is j in A_i^l? Positions broadcast; causality is added by the caller."""
         raise TypeError(f"{type(self).__name__} is not given by a predicate")

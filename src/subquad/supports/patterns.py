@@ -309,9 +309,13 @@ class Custom(GivenSupport, Pattern):
     masks: Callable[[int], Tensor]
     families: int = 1
 
+    @property
+    def longest(self):
+        return getattr(self.masks, "length", None)
+
     def named(self, family, i):
         """From the sets of the one length that they are given for, or of one that seldom changes."""
-        n = getattr(self.masks, "length", None) or 1 << int(i.max()).bit_length()
+        n = self.longest or 1 << int(i.max()).bit_length()
         if int(i.max()) >= n:
             raise ValueError(f"pattern: sets are for {n} tokens, position {int(i.max())} is beyond")
         return self._named(family, i, n)

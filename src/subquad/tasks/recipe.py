@@ -45,6 +45,7 @@ class Recipe(Checked):
     smoothing: float = option(0.0, "label smoothing", ge=0, lt=1)
     evaluate: int = option(100, "steps between two evaluations, each with a checkpoint", ge=1)
     patience: int | None = option(None, "evaluations without a gain before training stops; None = never", ge=1)
+    enough: float | None = option(None, "validation score at which training stops; None = never")
     # data
     length: int = option(512, "longest sequence", ge=1)
     train_size: int | None = option(None, "training examples; None = all there are", ge=1)

@@ -39,7 +39,9 @@ def causal_by_value_and_gradient(case: Case) -> None:
 def padding_is_invisible(case: Case) -> None:
     """What stands in padded slots, NaN included, reaches no output and no gradient; empty rows give 0.
 
-    The definition is held to it as well, so that a mistake made in both is found.
+    The definition is held to it as well, so that a mistake made in both is found. What is read in a padded slot is 0
+    for every mechanism of the library, and causal queries stand before padding on the right: there only the
+    normaliser tells that a padded slot was counted.
     """
     if not case.able.padding:
         return
@@ -49,6 +51,7 @@ def padding_is_invisible(case: Case) -> None:
         xs = case.inputs(n, batch=len(mask))
         for what, run in {"fast path": case.run, "definition": case.dense}.items():
             base = case.rows(run(module, xs, mask), mask)
+            _padded_slots_weigh_nothing(case, module, run, n, what)
             if n == 9 and not case.able.stochastic:  # without the padded slots: left, right, both
                 for b in (1, 2, 3):
                     alone = run(
@@ -77,6 +80,21 @@ def padding_is_invisible(case: Case) -> None:
             assert not out.any(), f"n={n}: a query with nothing to attend to must give 0"
         for name, g in zip(gradient_names(case, module), gradients(out, ys, module), strict=True):
             assert g.isfinite().all(), f"n={n}: gradient of {name} where there is nothing but padding"
+
+
+def _padded_slots_weigh_nothing(case: Case, module: Any, run: Any, n: int, what: str) -> None:
+    """Where weights sum to 1, values of 1 at every real token give 1, or 0 where there is nothing to attend to."""
+    declared = case.cannot | set(case.exceptions)
+    if case.is_layer or not case.able.weights or "weights_are_probabilities" in declared:
+        return
+    mask = masks(n)
+    q, k, v = case.inputs(n, batch=len(mask))
+    out = case.rows(run(module, [q, k, torch.ones_like(v)], mask), mask).detach()
+    off = torch.minimum(out.abs(), (out - 1).abs())
+    value = out.flatten()[off.argmax()].item()
+    assert off.max() <= 1e-9, (
+        f"n={n}, {what}: padded slots have weights (values of 1 at every real token give {value:.3g}, not 1)"
+    )
 
 
 def _as(out: torch.Tensor, mask: torch.Tensor, case: Case) -> torch.Tensor:

@@ -42,6 +42,24 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+class Enough(TrainerCallback):
+    """Ends training at the evaluation whose score is enough for the recipe."""
+
+    def __init__(self, recipe: Any, metric: str, larger_is_better: bool) -> None:
+        self.recipe, self.metric, self.larger = recipe, metric, larger_is_better
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs: Any) -> None:
+        if reaches(metrics.get(f"eval_{self.metric}"), self.recipe.enough, self.larger):
+            control.should_training_stop = True
+
+
+def reaches(score: float | None, enough: float | None, larger_is_better: bool) -> bool:
+    """Is a validation score (None: it is not one) enough? Never, where nothing is (None)."""
+    if score is None or enough is None:
+        return False
+    return score >= enough if larger_is_better else score <= enough
+
+
 class Recorder(TrainerCallback):
     """Writes log.jsonl: {step, loss, learning_rate, grad_norm, step_seconds, tokens_per_second, memory, …} as training
     goes on, {step, valid: {metric: …}} at every evaluation. Times are of training steps alone. `records` is the log as

@@ -30,7 +30,7 @@ from subquad.distributed import whole
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks.base import Task
 from subquad.training import checkpoints, folder, log
-from subquad.training.callbacks import TIMES, Recorder, Stopper, no_progress_bars, say
+from subquad.training.callbacks import TIMES, Recorder, Stopper, no_progress_bars, reaches, say
 from subquad.training.connections import connections
 from subquad.training.folder import clear, was
 from subquad.training.processes import TO_RESUME, main_process, name_dead_processes, world_size
@@ -129,7 +129,7 @@ def _train(run: Run, arguments: Any, splits: Any, checkpoint: Path | None) -> di
     stopper = Stopper()
     sequence = Sequence.of(run.task, model) if r.sequence_parallel > 1 else None
     trainer = make_trainer(run, arguments, model, splits, stopper, recorder, sequence)
-    if checkpoint is not None and is_trained(checkpoint, r):
+    if checkpoint is not None and is_trained(checkpoint, run.task):
         take_best(trainer, model, checkpoint)  # killed during the test: nothing is left to train
     else:
         if checkpoint is not None:
@@ -155,11 +155,14 @@ def _train(run: Run, arguments: Any, splits: Any, checkpoint: Path | None) -> di
     return broadcast_object_list([result])[0]
 
 
-def is_trained(checkpoint: Path, recipe: Any) -> bool:
-    """Whether training came to its end at a checkpoint: all steps are done, or patience ran out."""
+def is_trained(checkpoint: Path, task: Any) -> bool:
+    """Whether training ended at a checkpoint: all steps are done, patience ran out, or the score is enough."""
+    recipe, state = task.recipe, checkpoints.read_state(checkpoint)
     if checkpoints.step_of(checkpoint) >= recipe.steps:
         return True
-    waiting = checkpoints.read_state(checkpoint).get("stateful_callbacks", {}).get("EarlyStoppingCallback")
+    if reaches(state.get("best_metric"), recipe.enough, task.larger_is_better):
+        return True
+    waiting = state.get("stateful_callbacks", {}).get("EarlyStoppingCallback")
     without_gain = waiting["attributes"]["early_stopping_patience_counter"] if waiting else 0
     return recipe.patience is not None and without_gain >= recipe.patience
 

@@ -21,7 +21,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 from transformers.integrations import TensorBoardCallback
 
 from subquad.training import checkpoints, log, statistics
-from subquad.training.callbacks import Bar, Recorder, Stopper
+from subquad.training.callbacks import Bar, Enough, Recorder, Stopper
 from subquad.training.processes import TO_RESUME, world_size
 from subquad.training.sequence import Sequence, data_processes
 
@@ -168,6 +168,7 @@ def make_trainer(
     callbacks: list[TrainerCallback] = [recorder, stopper, Bar(run.title, task.metric, recorder)]
     if r.patience is not None:
         callbacks.append(EarlyStoppingCallback(early_stopping_patience=r.patience))
+    callbacks.append(Enough(r, task.metric, task.larger_is_better))
     board = TensorBoardCallback()
     board.logging_dir = str(run.out / "tensorboard")
     callbacks.append(board)

@@ -37,6 +37,9 @@ class Compressed(Memory):
             name: grown(buffers[name], length // self.rate + 1, buffers[name].dim() // 2) for name in grow
         }
 
+    def room(self, buffers: Buffers) -> int | None:
+        return buffers["exist"].shape[1] * self.rate - 1 if buffers else None
+
     def extend(self, module: Any, chunk: Chunk, state: State, project: Any = None) -> tuple[Tensor, Buffers]:
         t, buffers, length, outs = chunk.k.shape[2], dict(state.buffers), state.length, []
         if not torch.compiler.is_compiling():

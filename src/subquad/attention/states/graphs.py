@@ -7,15 +7,15 @@ whole: eq. 9 is a gradient of its own.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from subquad.attention.states.replay import Replay
+from subquad.attention.states.replay import Replay, existing
 from subquad.attention.states.state import Buffers, Chunk, State, appended, write
 from subquad.attention.states.sums import every_head
+from subquad.kernels.edges import EdgeList, edge_attention, rows_of
 from subquad.kernels.sampler import sample
 
 LISTED = 2.0  # a density that no row reaches: all rows are drawn as lists of edges
@@ -25,23 +25,27 @@ class Graphs(Replay):
     def extend(self, module: Any, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
         if torch.is_grad_enabled() or (module.training and module.options.dropout):
             kept = {name: x for name, x in state.buffers.items() if name != "z"}  # made again when it is needed
-            return super().extend(module, chunk, replace(state, buffers=kept))
+            return super().extend(module, chunk, state.part(self, kept))
         length = state.length + chunk.added
-        n = int(length.max())
+        longest = 0 if torch.compiler.is_compiling() else int(length.max())
         q, k, _ = every_head(chunk)
         w, z = module.memberships(q, k)  # (B, H, t, c)
         tokens = {"q": chunk.q, "k": chunk.k, "v": chunk.v}
-        buffers = appended(self._with_z(module, state), tokens | {"z": z}, chunk, n)
+        buffers = appended(self._with_z(module, state), tokens | {"z": z}, chunk, longest)
+        n = self.called(module, buffers, longest)
         if n == 0:  # nothing but padding so far
             return torch.zeros_like(chunk.q), buffers
-        real = buffers["real"][:, :n] & (torch.arange(n, device=length.device) < length[:, None])
         rows = w.new_zeros(*w.shape[:2], n + 1, w.shape[3])  # only the new rows draw
         slot = chunk.position if chunk.here is None else torch.where(chunk.here, chunk.position, n)
         rows = write(rows, slot, w)[:, :, :n]
         rules = module.rules(module.training, LISTED)
         assert state.seed is not None
-        drawn = sample(rows, buffers["z"][:, :, :n], state.seed, None if bool(real.all()) else real, rules)
-        return self._attend(module, q, buffers, drawn, chunk.position.clamp(max=n - 1)).to(chunk.q.dtype), buffers
+        drawn = sample(rows, buffers["z"][:, :, :n], state.seed, existing(buffers, length, n), rules)
+        keys, values = (buffers[name] for name in ("k", "v"))
+        edges = EdgeList(drawn.indptr, drawn.indices, keys.shape[2])
+        row = slot[:, None].expand(q.shape[:3]).flatten(0, 1)  # (B·H, t)
+        out = edge_attention(q, keys.to(q), values.to(q), rows_of(edges, row), scale=module.options.softmax_scale)
+        return out.to(chunk.q.dtype), buffers
 
     def _with_z(self, module: Any, state: State) -> Buffers:
         """The buffers; after chunks that were trained on, with the memberships that these left out."""
@@ -50,23 +54,3 @@ class Graphs(Replay):
             group = buffers["q"].shape[1] // buffers["k"].shape[1]
             buffers["z"] = module.memberships(buffers["q"], buffers["k"].repeat_interleave(group, 1))[1]
         return buffers
-
-    @staticmethod
-    def _attend(module: Any, q: Tensor, buffers: Buffers, drawn: Any, position: Tensor) -> Tensor:
-        """Softmax over the edges of the queries at their positions (B, t)."""
-        b, h, t, _ = q.shape
-        offsets = drawn.indptr.view(b, h, -1)
-        begin, end = (offsets.gather(2, (position + more)[:, None].expand(b, h, t)) for more in (0, 1))  # (B, H, t)
-        most = max(1, int((end - begin).max()))
-        edge = begin[..., None] + torch.arange(most, device=q.device)  # (B, H, t, m)
-        exists = edge < end[..., None]
-        if not drawn.indices.numel():
-            return torch.zeros_like(q)
-        key = drawn.indices[edge.clamp(max=drawn.indices.numel() - 1)].long() * exists
-        groups = buffers["k"].shape[1]
-        row = torch.arange(b, device=q.device).view(b, 1, 1, 1)
-        head = torch.arange(h, device=q.device).view(1, h, 1, 1) // (h // groups)
-        keys, values = (buffers[name][row, head, key].to(q.dtype) for name in ("k", "v"))  # (B, H, t, m, d)
-        scores = (keys @ q[..., None])[..., 0] * module.options.softmax_scale
-        weights = scores.masked_fill(~exists, torch.finfo(scores.dtype).min).softmax(-1) * exists
-        return (weights[..., None, :] @ values)[..., 0, :]

@@ -61,6 +61,13 @@ class Keys(Memory):
             name: grown(x, wanted, x.dim() // 2) if name in ("k", "v", "real") else x for name, x in buffers.items()
         }
 
+    def room(self, buffers: Buffers) -> int | None:
+        last = self.kept[-1]
+        if last.size or not buffers:
+            return None
+        entries = last.start + last.step * (buffers["k"].shape[2] - 1 - self.offsets[-1])
+        return (entries + 1) * last.unit - 1  # the next one is not complete
+
     def earliest(self, state: State) -> Tensor:
         found = torch.zeros_like(state.length)
         for one in self.kept:

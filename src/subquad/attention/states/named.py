@@ -4,39 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Buffers, Chunk
+from subquad.kernels.tables import UNION, named_keys
 
 PAIRS = 1 << 20  # keys of all queries of a step that are copied at a time
 
 
 class NamedKeys(Keys):
-    """All keys, by position; every family names the keys of a query (`named`). In a compiled graph a mask does it."""
+    """All keys, by position; the pattern names the keys of a query."""
 
     def _step(self, module, chunk, buffers, length, seed):
-        if torch.compiler.is_compiling():
-            return super()._step(module, chunk, buffers, length, seed)
         after = length + chunk.added
         buffers = self._written(module, chunk, buffers, length, after)
-        named = self._named(chunk.position)  # (B, F, t, m)
+        pattern = self.sees[0].pattern  # type: ignore[attr-defined]
+        families = tuple(UNION if sees.family is None else sees.family for sees in self.sees)  # type: ignore[attr-defined]
+        named = named_keys(chunk.position, pattern, families, buffers["real"].shape[1] - 1)  # (B, F, t, m)
         step = max(1, PAIRS // max(1, named[:, :, 0].numel() * chunk.q.shape[1]))
         outs = []
         for first in range(0, named.shape[2], step):
             piece = chunk if named.shape[2] <= step else chunk.part(first, first + step)
             outs.append(self._read(module, piece, buffers, named[:, :, first : first + step], seed))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers, after
-
-    def _named(self, position: Tensor) -> Tensor:
-        """Positions of the keys of every query, int64 (B, families, t, m), -1 = none."""
-        i = position.cpu().numpy()
-        lists = [sees.named(i) for sees in self.sees]  # type: ignore[attr-defined]
-        most = max(x.shape[-1] for x in lists)
-        wide = [np.pad(x, ((0, 0), (0, 0), (0, most - x.shape[-1])), constant_values=-1) for x in lists]
-        return torch.from_numpy(np.stack(wide, 1)).to(position.device)
 
     def _read(self, module: Any, chunk: Chunk, buffers: Buffers, named: Tensor, seed: Tensor | None) -> Tensor:
         b, h = chunk.q.shape[:2]

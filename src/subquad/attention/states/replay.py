@@ -18,19 +18,38 @@ class Replay(Memory):
 
     def extend(self, module: Attention, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
         length = state.length + chunk.added  # (B,)
-        n = int(length.max())
-        buffers = appended(state.buffers, {"q": chunk.q, "k": chunk.k, "v": chunk.v}, chunk, n)
+        longest = 0 if torch.compiler.is_compiling() else int(length.max())
+        buffers = appended(state.buffers, {"q": chunk.q, "k": chunk.k, "v": chunk.v}, chunk, longest)
+        n = self.called(module, buffers, longest)
         if n == 0:  # nothing but padding so far
             return torch.zeros_like(chunk.q), buffers
         q, k, v = (buffers[name][:, :, :n] for name in "qkv")
-        place = torch.arange(n, device=length.device)
-        real = buffers["real"][:, :n] & (place < length[:, None])  # (B, n)
-        out = module.attend_aligned(q, k, v, None if bool(real.all()) else real, length, state.seed)
+        real = existing(buffers, length, n)
+        out = module.attend_aligned(q, k, v, real, length, state.seed)
         return read(out, chunk.position.clamp(max=n - 1)), buffers
+
+    @staticmethod
+    def called(module: Attention, buffers: Buffers, longest: int) -> int:
+        """With how many tokens the mechanism is called: those of the longest row, in a compiled graph, which knows no
+        lengths, as many as there is room for.
+        """
+        if not torch.compiler.is_compiling():
+            return longest
+        room = buffers["real"].shape[1] - 1
+        return room if module.options.max_length is None else min(room, module.options.max_length)
 
     def reserve(self, buffers: Buffers, length: int) -> Buffers:
         return with_room(buffers, length)
 
+    def room(self, buffers: Buffers) -> int | None:
+        return buffers["real"].shape[1] - 1 if buffers else None
+
     @property
     def forgets(self) -> bool:
         return False
+
+
+def existing(buffers: Buffers, length: Tensor, n: int) -> Tensor | None:
+    """Which of the first n places hold a real token of rows of `length` (B,), bool (B, n); None = all of them."""
+    real = buffers["real"][:, :n] & (torch.arange(n, device=length.device) < length[:, None])
+    return None if not torch.compiler.is_compiling() and bool(real.all()) else real

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from subquad.attention.states.keys import Keys
-from subquad.attention.states.state import Buffers, Chunk, Memory, State
+from subquad.attention.states.state import Buffers, Chunk, Memory, State, smallest_room
 from subquad.attention.states.sums import (
     RunningSum,
     Terms,
@@ -41,10 +40,7 @@ class Several(Memory):
         self.memories = tuple(memories)
 
     def _states(self, state: State) -> list[State]:
-        return [
-            replace(state, memory=memory, buffers=inner(state.buffers, f"{m}."))
-            for m, memory in enumerate(self.memories)
-        ]
+        return [state.part(memory, inner(state.buffers, f"{m}.")) for m, memory in enumerate(self.memories)]
 
     def extend(self, module: Any, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
         buffers: Buffers = {}
@@ -67,6 +63,9 @@ class Several(Memory):
         pairs = ((f"{m}.", memory) for m, memory in enumerate(self.memories))
         found = (outer(memory.reserve(inner(buffers, name), length), name) for name, memory in pairs)
         return {key: x for one in found for key, x in one.items()}
+
+    def room(self, buffers: Buffers) -> int | None:
+        return smallest_room(memory.room(inner(buffers, f"{m}.")) for m, memory in enumerate(self.memories))
 
 
 class SumsBeside(Memory):
@@ -153,7 +152,7 @@ class NearAndFar(SumsBeside):
         self.near = near
 
     def earliest(self, state: State) -> Tensor:
-        near = replace(state, buffers=inner(state.buffers, "near."))
+        near = state.part(self.near, inner(state.buffers, "near."))
         return super().earliest(state).maximum(self.near.earliest(near))
 
     def empty(self, module, chunk, seed):

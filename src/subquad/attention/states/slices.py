@@ -18,6 +18,7 @@ from torch import Tensor
 
 from subquad.attention.states.attending import attend_kept, attend_runs
 from subquad.attention.states.keys import SOURCE
+from subquad.attention.states.slice_runs import Run
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, read, write
 from subquad.core.hashing import dropout_factors
 from subquad.supports.kept import Kept
@@ -69,6 +70,9 @@ class Slices(Memory):
             name: grown(x, wanted, x.dim() // 2) for name, x in buffers.items() if name.startswith("top.")
         }
 
+    def room(self, buffers: Buffers) -> int | None:
+        return buffers["top.k"].shape[2] * self.size**self.top - 1 if buffers else None
+
     def extend(self, module: Any, chunk: Chunk, state: State, project: Any = None) -> tuple[Tensor, Buffers]:
         t, buffers = chunk.k.shape[2], dict(state.buffers)
         everyone = torch.ones_like(chunk.position, dtype=torch.bool)
@@ -82,6 +86,10 @@ class Slices(Memory):
         if not torch.compiler.is_compiling():
             longest = int((state.length + chunk.added).max()) if even is None else even + 1
             buffers = self.reserve(buffers, longest)
+        if t > self.margin and self._is_run(module, chunk, state):
+            assert state.even is not None
+            out, buffers = Run(self, module).extend(0, chunk.k[:, 0], state.even, project, buffers)
+            return out[:, None], buffers
         outs, length = [], state.length
         wide = self
         if t > 2 * self.margin and self.margin < WIDE and not torch.compiler.is_compiling():
@@ -102,6 +110,13 @@ class Slices(Memory):
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or chunk.real is not None or chunk.k.shape[2] > 1:
             return None
         return None if module.training and module.options.dropout else state.even
+
+    @staticmethod
+    def _is_run(module: Any, chunk: Chunk, state: State) -> bool:
+        """Are the new tokens one run for all rows, behind rows that were never padded? Then the kernels take them."""
+        if torch.compiler.is_compiling() or state.even is None or chunk.real is not None:
+            return False
+        return module.positions is None and not (module.training and module.options.dropout)
 
     def empty(self, like: Tensor, heads: list[int], width_of_head: int) -> Buffers:
         b, width = like.shape[0], like.shape[2]

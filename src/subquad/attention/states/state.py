@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,6 +60,19 @@ class Memory:
         """The buffers with room for rows of `length` positions."""
         return buffers
 
+    def room(self, buffers: Buffers) -> int | None:
+        """How long rows can become before buffers have to grow, which a compiled graph cannot do; None = any length."""
+        return None
+
+
+class Unmade(Memory):
+    """Stands for the memory of a state that comes out of a graph: a graph returns tensors. Its mechanism makes another
+    before it goes on; until then nothing can be taken back.
+    """
+
+    def earliest(self, state: State) -> Tensor:
+        return state.length
+
 
 @dataclass(frozen=True, eq=False)
 class State:
@@ -90,6 +103,11 @@ class State:
     buffers: Buffers = field(default_factory=dict)
     tokens: Buffers | None = None  # with rollback=None all tokens by position, to recompute the buffers from
     stale: bool = False  # cropped beyond what the buffers keep: they are recomputed before the next tokens
+
+    def part(self, memory: Memory, buffers: Buffers) -> State:
+        """The same rows with some of the buffers, for a memory that is made of several."""
+        even = None if torch.compiler.is_compiling() else self.even  # a graph that read it would be one for that length
+        return replace(self, memory=memory, buffers=buffers, even=even)
 
     @property
     def batch_size(self) -> int:
@@ -267,6 +285,12 @@ def appended(buffers: Buffers, new: Buffers, chunk: Chunk, n: int) -> Buffers:
 def with_room(buffers: Buffers, length: int) -> Buffers:
     """The same with room for `length` positions."""
     return {name: grown(x, length + 1, x.dim() // 2) for name, x in buffers.items()}
+
+
+def smallest_room(rooms: Iterable[int | None]) -> int | None:
+    """The smallest of several rooms; None = any length."""
+    known = [room for room in rooms if room is not None]
+    return min(known) if known else None
 
 
 def _shape(x: Tensor, places: int) -> tuple[int, ...]:

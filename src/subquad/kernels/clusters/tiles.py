@@ -105,10 +105,12 @@ def rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any) -> Iterato
 def _flat(x: Tensor) -> Tensor:
     """(G, n, d) → (G·n, d), with a row of 0 behind it for nobody where the last token would not do.
 
-    What nobody has is multiplied by 0: any finite number does, and saves a copy.
+    What nobody has is multiplied by 0: any finite number does, and saves a copy. A GPU is not asked, only to be waited
+    for.
     """
     flat = x.flatten(0, 1)
-    return flat if bool(flat[-1].isfinite().all()) else torch.cat((flat, flat.new_zeros(1, x.shape[2])))
+    finite = flat.device.type == "cpu" and bool(flat[-1].isfinite().all())
+    return flat if finite else torch.cat((flat, flat.new_zeros(1, x.shape[2])))
 
 
 def _take(x: Tensor, where: Tensor) -> Tensor:

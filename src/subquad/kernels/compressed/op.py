@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.compressed import reference
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.supports.patterns import Longformer
 from subquad.supports.support import plan_of, text_of
@@ -55,12 +56,32 @@ def _blocks(seen: Tensor, kind: torch.dtype) -> Iterator[tuple[slice, int, Tenso
     """Blocks of queries, how many entries at most they see, what is added to the scores, and who sees none."""
     for first in range(0, seen.shape[1], ROWS):
         rows = slice(first, first + ROWS)
-        some = seen[:, rows].any(1).any(0).nonzero()  # (…, 1)
-        if len(some):
-            stop = int(some[-1]) + 1
+        stop = _last(seen[:, rows])
+        if stop:
             here = seen[:, None, rows, :stop]  # (B or 1, 1, r, m)
             bias = torch.zeros(here.shape, dtype=kind, device=seen.device).masked_fill_(~here, -torch.inf)
             yield rows, stop, bias, ~here.any(-1)
+
+
+def _last(seen: Tensor) -> int:
+    """How many entries to look at. On a GPU all of them: to ask for fewer would be to wait for it."""
+    if seen.device.type != "cpu":
+        return seen.shape[2]
+    some = seen.any(1).any(0).nonzero()  # (…, 1)
+    return int(some[-1]) + 1 if len(some) else 0
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        return _flash(q, k, v, attn_mask=bias, scale=scale)
+    return reference.attend(q, k, v, bias, scale)
+
+
+def _attend_backward(*tensors: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """tensors: grad, q, k, v, the merged out and lse, which the sink keeps finite."""
+    if tensors[0].device.type == "cpu":
+        return _flash_backward(*tensors, 0.0, False, attn_mask=bias, scale=scale)
+    return reference.attend_backward(*tensors, bias, scale)
 
 
 def _views(rows: slice, stop: int, queries: list[Tensor], entries: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -86,7 +107,7 @@ def compressed(
     out, lse = merge(q, [k], [v], *_near(key_mask, lengths, window, q.shape[2], scale))
     for rows, stop, bias, empty in _blocks(seen, q.dtype):
         (x, o, s), (y, z) = _views(rows, stop, [q, out, lse], [entries, values])
-        new, here = _flash(x, y, z, attn_mask=bias, scale=scale)
+        new, here = _attend(x, y, z, bias, scale)
         here = here.masked_fill(empty, -torch.inf)  # the kernel reports 0 for a row that sees nothing
         total = torch.logaddexp(s, here)
         base = total.masked_fill(total == -torch.inf, 0)
@@ -119,7 +140,7 @@ def compressed_backward(
     d_entries, d_values = (x.new_zeros(x.shape) for x in (entries, values))
     for rows, stop, bias, _ in _blocks(seen, q.dtype):
         (g, x, o, s), (y, z) = _views(rows, stop, [grad, q, out, lse], [entries, values])
-        a, b, c = _flash_backward(g, x, y, z, o, s, 0.0, False, attn_mask=bias, scale=scale)
+        a, b, c = _attend_backward(g, x, y, z, o, s, bias=bias, scale=scale)
         dq[:, :, rows] += a
         d_entries[:, :, :stop] += b.sum(1, keepdim=True)
         d_values[:, :, :stop] += c.sum(1, keepdim=True)

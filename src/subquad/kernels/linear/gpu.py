@@ -22,24 +22,26 @@ def padded(width: int) -> int:
 
 
 class Shape(NamedTuple):
-    """Sizes of the walk for so many features, chosen so that little spills (`subquad study gpu-build`)."""
+    """Sizes of the walk for so many features, chosen so that nothing spills (`subquad study gpu-build`)."""
 
     chunk: int  # tokens
     columns: int  # of the values that one program takes
+    block: int  # features that a product sums over at once
     warps: int
 
 
 def shape(features: int, precision: str) -> Shape:
     """precision: ieee (multiply-adds, which take more registers than matrix instructions) or tf32."""
     if precision == "ieee":
-        return Shape(16, 16, 8)
-    return Shape(32, 32, 4) if features <= 64 else Shape(16, 32, 8)
+        return Shape(16, 32, 16, 8)
+    return Shape(32, 32, padded(features), 4) if features <= 64 else Shape(16, 32, padded(features), 8)
 
 
 def constants(features: int, width: int, precision: str) -> dict[str, int]:
     """Sizes of the walk over z of this width."""
-    chunk, columns, _ = shape(features, precision)
-    return {"F": features, "FP": padded(features), "D": width, "BD": min(columns, padded(width)), "C": chunk}
+    chunk, columns, block, _ = shape(features, precision)
+    blocks = padded(features) // block
+    return {"F": features, "NB": blocks, "FB": block, "D": width, "BD": min(columns, padded(width)), "C": chunk}
 
 
 def causal_forward(a: Tensor, b: Tensor, v: Tensor, scales: Tensor | None, normalise: bool) -> tuple[Tensor, Tensor]:

@@ -110,14 +110,14 @@ def _views(group: _Group, part: Part, plan: Plan, dtype: torch.dtype):
 def _keys(x: Tensor, part: Part, plan: Plan) -> Tensor:
     if not part.draws:
         return grid_view(x, part.keys)
-    numbers = torch.tensor(_numbers(part, plan), device=x.device)
+    numbers = torch.tensor(_numbers(part, plan)).to(x.device, non_blocking=True)
     blocks = _drawn_from(x, part).index_select(1, numbers)
     return blocks.view(x.shape[0], part.keys.blocks, part.keys.length, x.shape[2])
 
 
 def _allowed(part: Part, device: torch.device) -> Tensor:
     """Who may see whom, bool (A or 1, L, S)."""
-    return torch.from_numpy(_kept_allowed(part)).to(device)
+    return torch.from_numpy(_kept_allowed(part)).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)

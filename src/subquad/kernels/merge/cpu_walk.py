@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
+from subquad.kernels.merge import cpu_backward, cpu_forward
 from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge.cpu_masks import kept_mask
 from subquad.kernels.merge.cpu_program import kept, program_of, together
@@ -20,6 +21,7 @@ from subquad.kernels.workers import Described, queue
 from subquad.supports.parts import Plan
 
 Rows = Sequence[tuple[slice, Plan]]  # which batch elements follow which plan
+State = tuple[Tensor, Tensor]  # out (B, H, r, d) and logsumexp (B, H, r)
 SHARES = 8  # of one instance at most: each has gradients of the keys of its own
 LEAST = 1 << 12  # pairs of a query and a key: fewer are not worth a task
 
@@ -30,21 +32,58 @@ def takes(chosen: Rows, q: Tensor) -> bool:
     return fits and bool(chosen) and all(plan.goes_up for _, plan in chosen)
 
 
-def forward(chosen: Rows, q: Tensor, keys, values, valid, scale, seed, dropout) -> tuple[Tensor, Tensor]:
-    """out (B, H, r, d) and lse (B, H, r)."""
-    out, lse = _fresh(q, chosen), q.new_full(q.shape[:3], -torch.inf)
+def forward(
+    chosen: Rows,
+    q: Tensor,
+    keys,
+    values,
+    valid,
+    scale,
+    seed=None,
+    dropout=0.0,
+    *,
+    before: State | None = None,
+    into: State | None = None,
+) -> State:
+    """out and lse, written to `into` where it is given; `before`: those of other keys, which are put to these."""
+    out, lse = into or (fresh(q, chosen)[0], q.new_full(q.shape[:3], -torch.inf))
+    first = before or (out, lse)
     with launch() as threads:
         work = _Work.of(chosen, q, threads)
         tables, _alive = work.tables(q, [*zip(keys, values, strict=True)], valid)
-        ends = (_matrix(q), _matrix(out), lse.flatten(0, 1).numpy(), *_numbers(scale, seed, dropout))
+        begins = (_matrix(first[0]), first[1].flatten(0, 1).numpy(), int(before is not None))
+        ends = (_matrix(q), _matrix(out), lse.flatten(0, 1).numpy(), *begins, *_numbers(scale, seed, dropout))
         for begin in work.begins:
-            tiles.forward(threads, begin, queue(), *tables, *ends)
+            cpu_forward.forward(threads, begin, queue(), *tables, *ends)
     return out, lse
 
 
-def backward(chosen: Rows, grad, q: Tensor, keys, values, out, lse, valid, scale, seed, dropout) -> list[Tensor]:
-    """Gradients of q, of all keys, of all values."""
-    dq = _fresh(q, chosen)
+class Deltas(NamedTuple):
+    """dout·out of every row (B, H, r): known before the backward, or to be kept by it."""
+
+    of: Tensor
+    known: int = cpu_backward.GIVEN
+
+
+def backward(
+    chosen: Rows,
+    grad,
+    q: Tensor,
+    keys,
+    values,
+    out,
+    lse,
+    valid,
+    scale,
+    seed=None,
+    dropout=0.0,
+    *,
+    deltas: Deltas | None = None,
+    onto: Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of q, of all keys, of all values; that of q is added to `onto`, where it is given."""
+    dq = fresh(q, chosen)[0] if onto is None else onto
+    sums = deltas or Deltas(lse, cpu_backward.UNKNOWN)
     with launch() as threads:
         work = _Work.of(chosen, q, threads)
         least = min(x.shape[1] for x in (*keys, *values))
@@ -54,18 +93,19 @@ def backward(chosen: Rows, grad, q: Tensor, keys, values, out, lse, valid, scale
         pairs = [*zip(keys, values, strict=True)]
         dkv = [[make((shares * len(x), *x.shape[1:]), dtype=q.dtype) for x in pair] for pair in pairs]
         tables, _alive = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
-        ends = (*(_matrix(x) for x in (q, out, grad, dq)), lse.flatten(0, 1).numpy())
+        ends = (*(_matrix(x) for x in (q, out, grad, dq)), *(x.flatten(0, 1).numpy() for x in (lse, sums.of)))
+        about = (sums.known, int(onto is not None), *_numbers(scale, seed, dropout), clear)
         for begin in work.backward_begins(least, shares):
-            tiles.backward(threads, begin, queue(), *tables, *ends, *_numbers(scale, seed, dropout), clear)
+            cpu_backward.backward(threads, begin, queue(), *tables, *ends, *about)
     if shares > 1:
         dkv = [[x.unflatten(0, (-1, shares)).sum(1) for x in pair] for pair in dkv]
     return [dq, *(pair[0] for pair in dkv), *(pair[1] for pair in dkv)]
 
 
-def _fresh(q: Tensor, chosen: Rows) -> Tensor:
-    """Memory like q: the first phase writes every row, but batch elements without a token have no plan."""
+def fresh(q: Tensor, chosen: Rows, count: int = 1) -> Tensor:
+    """(count, *q.shape): the first phase writes every row, but batch elements without a token have no plan."""
     together = sum(rows.stop - rows.start for rows, _ in chosen) == len(q)
-    return (torch.empty if together else torch.zeros)(q.shape, dtype=q.dtype)
+    return (torch.empty if together else torch.zeros)((count, *q.shape), dtype=q.dtype)
 
 
 class _Work:
@@ -120,7 +160,7 @@ class _Work:
         return 1 if groups % threads == 0 or groups >= 4 * threads else min(SHARES, -(-2 * threads // groups))
 
     def groups_of(self, key_heads: int, shares: int) -> list[np.ndarray]:
-        """Tasks of the backward, in turns: (T, 6), see `cpu_tiles.backward`.
+        """Tasks of the backward, in turns: (T, 6), see `cpu_backward`.
 
         One turn where each task has all bands of its heads; else one for each phase, whose bands have no row in common.
         """

@@ -9,7 +9,8 @@ component m, summed over m is what one softmax would have with
 
     l' = -log Σ_m exp(-l_m),   o' = Σ_m exp(l' - l_m) o_m
 
-Everything runs through the merge operators, whose backward takes any merged (o, l): the same code on every device.
+Everything runs through the merge operators, whose backward takes any merged (o, l): the same code on every device. On a
+CPU (`cpu`) the components go on from (o, l) of the shared keys inside the tile kernels.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels.merge.op import merge, merge_backward
+from subquad.kernels.mixture import cpu
+from subquad.kernels.mixture.cpu import SHARED, component
 from subquad.supports.support import plan_of
-
-SHARED = "direct"  # the plan of the shared keys; component m follows the plan groups:m
 
 
 @torch.library.custom_op("subquad::mixture", mutates_args=())
@@ -46,13 +47,22 @@ def mixture_merge(
     o, l_shared = merge(q, tokens[:1], tokens[1:], exists, lengths, None, support, SHARED, n, scale, 0.0)
     outs, lses = q.new_empty(len(sources), *q.shape), q.new_empty(len(sources), *q.shape[:3])
     for m, part in enumerate(_cuts(sources)):
-        about = (lengths, None, support, f"groups:{m}", n, scale, 0.0)
+        about = (lengths, None, support, component(m), n, scale, 0.0)
         o_own, l_own = merge(q, keys[part], values[part], alive[part], *about)
         total = torch.logaddexp(l_shared, l_own, out=lses[m])
         base = total.masked_fill(total == -torch.inf, 0)  # a row with no key: 0
         torch.mul(o, (l_shared - base).exp_()[..., None], out=outs[m])
         outs[m].addcmul_(o_own, (l_own - base).exp_()[..., None])
     return outs.mean(0), outs, lses
+
+
+@mixture_merge.register_kernel("cpu")
+def _(q, tokens, keys, values, exists, alive, lengths, sources, support, n, scale):
+    parts = _cuts(sources)
+    chosen = cpu.Chosen(q, tokens, keys, values, parts, lengths, support, n)
+    if chosen.fits(q):
+        return cpu.forward(chosen, q, tokens, keys, values, exists, alive, parts, scale)
+    return mixture_merge._init_fn(q, tokens, keys, values, exists, alive, lengths, sources, support, n, scale)
 
 
 def _cuts(sources: list[int]) -> list[slice]:
@@ -93,12 +103,21 @@ def mixture_backward(
     dq, dk, dv = merge_backward(grad, q, tokens[:1], tokens[1:], o_all, l_all, exists, *about)
     dkeys, dvalues = [], []
     for m, part in enumerate(_cuts(sources)):
-        about = (lengths, None, support, f"groups:{m}", n, scale, 0.0)
+        about = (lengths, None, support, component(m), n, scale, 0.0)
         found = merge_backward(grad, q, keys[part], values[part], outs[m], lses[m], alive[part], *about)
         dq += found[0]
         dkeys += found[1 : 1 + sources[m]]
         dvalues += found[1 + sources[m] :]
     return [dq, dk, dv, *dkeys, *dvalues]
+
+
+@mixture_backward.register_kernel("cpu")
+def _(grad, q, tokens, keys, values, exists, alive, outs, lses, lengths, sources, support, n, scale):
+    parts, given = _cuts(sources), (grad, q, tokens, keys, values, exists, alive, outs, lses)
+    chosen = cpu.Chosen(q, tokens, keys, values, parts, lengths, support, n)
+    if chosen.fits(q):
+        return cpu.backward(chosen, *given, parts, scale)
+    return mixture_backward._init_fn(*given, lengths, sources, support, n, scale)
 
 
 @mixture_backward.register_fake
@@ -133,7 +152,7 @@ mixture_backward.register_autograd(_no_second_derivative)
 
 
 def _pairs(support: str, sources: list[int], n: int) -> int:
-    plans = (SHARED, *(f"groups:{m}" for m in range(len(sources))))
+    plans = (SHARED, *(component(m) for m in range(len(sources))))
     return sum(plan_of(support, int(n), which).pairs for which in plans)
 
 

@@ -22,6 +22,9 @@ class Runs(NamedTuple):
     spans: Tensor  # int64 (T, P, 4): first key, how many (0 = no run), last, self; see below
     sources: tuple[int, ...]  # (P,): which keys a run is of
     pairs: int  # of a query and a key of its tile, for the count of FLOPs
+    sizes: tuple[
+        int, ...
+    ]  # (1 + P,): no tile has more queries, and no run more keys, than this; known without the tables
 
     # query i of a tile sees key j of a run where j ≤ i + last and j ≠ i + self
 
@@ -38,7 +41,8 @@ def attend_runs(
     work = reduce(torch.promote_types, (x.dtype for x in (q, *keys, *values)))
     dense = [[ready(x.to(work)) for x in group] for group in ([q], keys, values)]
     bias = None if bias is None else bias.detach().to(work).contiguous()
-    out, lse = attention(dense[0][0], *dense[1:], bias, runs.tiles, runs.spans, list(runs.sources), scale, runs.pairs)
+    about = (list(runs.sources), list(runs.sizes), scale, runs.pairs)
+    out, lse = attention(dense[0][0], *dense[1:], bias, runs.tiles, runs.spans, *about)
     return out.to(q.dtype), lse
 
 
@@ -56,6 +60,7 @@ def attention(
     tiles: Tensor,
     spans: Tensor,
     sources: list[int],
+    sizes: list[int],
     scale: float,
     pairs: int,
 ) -> tuple[Tensor, Tensor]:
@@ -63,8 +68,8 @@ def attention(
     if cpu.takes(q):
         cpu.forward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, out, lse, True)
         return out, lse
-    found, lse = reference.forward(q, keys, values, bias, tiles, spans, sources, scale)
-    return out.copy_(found), lse
+    found, totals = reference.forward(q, keys, values, bias, tiles, spans, sources, sizes, scale)
+    return out.copy_(found), lse.copy_(totals)
 
 
 @torch.library.custom_op("subquad::runs_backward", mutates_args=())
@@ -80,6 +85,7 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     sources: list[int],
+    sizes: list[int],
     scale: float,
     pairs: int,
 ) -> list[Tensor]:
@@ -93,7 +99,7 @@ def attention_backward(
         found = [torch.zeros_like(x) for x in (q, *keys, *values)]
         cpu.backward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, grad, delta, lse, found)
         return found
-    found = reference.backward(grad, delta, lse, q, keys, values, bias, tiles, spans, sources, scale)
+    found = reference.backward(grad, delta, lse, q, keys, values, bias, tiles, spans, sources, sizes, scale)
     return [torch.empty_like(x).copy_(dx) for x, dx in zip((q, *keys, *values), found, strict=True)]
 
 
@@ -120,7 +126,7 @@ def _gradient(ctx, grad, dlse):
     found = attention_backward(
         grad, dlse, q, rest[:m], rest[m:], bias, tiles, spans, out, lse, *ctx.about
     )  # fmt: skip
-    return found[0], found[1 : 1 + m], found[1 + m :], *[None] * 6
+    return found[0], found[1 : 1 + m], found[1 + m :], *[None] * 7
 
 
 def _no_second_derivative(ctx, *grads):
@@ -132,12 +138,12 @@ attention_backward.register_autograd(_no_second_derivative)
 
 
 @register_flop_formula(torch.ops.subquad.runs, get_raw=True)
-def _flops(q, keys, values, bias, tiles, spans, sources, scale, pairs, *args, **kwargs) -> int:
+def _flops(q, keys, values, bias, tiles, spans, sources, sizes, scale, pairs, *args, **kwargs) -> int:
     return 4 * q.shape[0] * q.shape[2] * pairs
 
 
 @register_flop_formula(torch.ops.subquad.runs_backward, get_raw=True)
 def _backward_flops(
-    grad, dlse, q, keys, values, bias, tiles, spans, out, lse, sources, scale, pairs, *args, **kwargs
+    grad, dlse, q, keys, values, bias, tiles, spans, out, lse, sources, sizes, scale, pairs, *args, **kwargs
 ) -> int:  # fmt: skip
     return 10 * q.shape[0] * q.shape[2] * pairs

@@ -1,4 +1,8 @@
-"""Attention to runs in plain torch, on any device: a tile after the other, in batches of equal size."""
+"""Attention to runs in plain torch, on any device: a tile after the other, in batches of equal size.
+
+No value of the tables is read on the host: tiles and runs have the sizes that the caller knows, and `nobody` for the
+rest, a row behind the last.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,18 @@ def forward(
     tiles: Tensor,
     spans: Tensor,
     sources: list[int],
+    sizes: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    (k, v), out, lse = _joined(keys, values), q.new_zeros(q.shape), q.new_full(q.shape[:2], -torch.inf)
-    for rows, columns, seen in _batches(q, keys, tiles, spans, sources):
+    (g, n), (k, v) = q.shape[:2], _joined(keys, values)
+    out, lse = v.new_zeros(g, n + 1, v.shape[2]), q.new_full((g, n + 1), -torch.inf)
+    for rows, columns, seen in _batches(q, keys, tiles, spans, sources, sizes):
         scores = _scores(q, k, bias, rows, columns, seen, scale)  # (G, S, R, M)
         here = scores.logsumexp(-1)
         weights = (scores - here.masked_fill(here == -torch.inf, 0)[..., None]).exp()
-        inside = rows < q.shape[1]
-        out[:, rows[inside]] = (weights @ v[:, columns])[:, inside]
-        lse[:, rows[inside]] = here[:, inside]
-    return out, lse
+        out.index_copy_(1, rows.flatten(), (weights @ v[:, columns]).flatten(1, 2))
+        lse.index_copy_(1, rows.flatten(), here.flatten(1))
+    return out[:, :-1], lse[:, :-1]
 
 
 def backward(
@@ -42,11 +47,12 @@ def backward(
     tiles: Tensor,
     spans: Tensor,
     sources: list[int],
+    sizes: list[int],
     scale: float,
 ) -> list[Tensor]:
     k, v = _joined(keys, values)
     dq, dk, dv = (x.new_zeros(x.shape[0], x.shape[1] + 1, x.shape[2]) for x in (q, k, v))  # nobody's row is the last
-    for rows, columns, seen in _batches(q, keys, tiles, spans, sources):
+    for rows, columns, seen in _batches(q, keys, tiles, spans, sources, sizes):
         scores = _scores(q, k, bias, rows, columns, seen, scale)
         here = rows.clamp(max=q.shape[1] - 1)
         weights = (scores - lse[:, here][..., None]).exp()  # (G, S, R, M)
@@ -74,18 +80,21 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, rows: Tensor, columns: Te
 
 
 def _batches(
-    q: Tensor, keys: list[Tensor], tiles: Tensor, spans: Tensor, sources: list[int]
+    q: Tensor, keys: list[Tensor], tiles: Tensor, spans: Tensor, sources: list[int], sizes: list[int]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of S tiles at a time: the queries (S, R), n = nobody, the keys (S, M) of all sources, who sees whom (S, R, M)."""
-    begins = torch.tensor([0, *(k.shape[1] for k in keys)], device=q.device).cumsum(0)[list(sources)]  # (P,)
-    most, length = int(tiles[:, 1].max()), int(spans[..., 1].max())
-    step = max(1, BATCH // max(1, len(q) * most * length * len(sources)))
-    i, j = torch.arange(most, device=q.device), torch.arange(length, device=q.device)
+    begins = [sum(k.shape[1] for k in keys[:source]) for source in sources]
+    most, lengths = sizes[0], sizes[1:]
+    step = max(1, BATCH // max(1, len(q) * most * sum(lengths)))
+    i = torch.arange(most, device=q.device)
     for t in range(0, len(tiles), step):
-        (first, count), (start, many, last, own) = tiles[t : t + step].unbind(-1), spans[t : t + step].unbind(-1)
+        (first, count), columns, seen = tiles[t : t + step].unbind(-1), [], []
         rows = torch.where(i < count[:, None], first[:, None] + i, q.shape[1])  # (S, R)
-        there = j < many[..., None]  # (S, P, L)
-        columns = torch.where(there, (start + begins)[..., None] + j, 0)
-        reach, self_ = ((i[:, None] + x[:, None])[..., None] for x in (last, own))  # (S, R, P, 1)
-        seen = there[:, None] & (j <= reach) & (j != self_)  # (S, R, P, L)
-        yield rows, columns.flatten(1), seen.flatten(2)
+        for run, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            start, many, last, own = (x[:, None] for x in spans[t : t + step, run].unbind(-1))  # (S, 1)
+            j = torch.arange(length, device=q.device)
+            there = j < many  # (S, L)
+            columns.append(torch.where(there, start + begin + j, 0))
+            reach, self_ = ((i + x)[..., None] for x in (last, own))  # (S, R, 1)
+            seen.append(there[:, None] & (j <= reach) & (j != self_))  # (S, R, L)
+        yield rows, torch.cat(columns, 1), torch.cat(seen, 2)

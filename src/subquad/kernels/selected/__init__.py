@@ -1,9 +1,10 @@
 """Attention to the own block and to a few chosen blocks of the past, under one softmax.
 
-The own block, up to the query, runs through the merge kernel. The chosen ones run a block of keys at a time: all
-queries that chose it are gathered, and what they get is merged by logsumexp. A backward with the merged output and
-logsumexp is exact (see `kernels.merge`). On a CPU they run as tiles of the kernels of `kernels.runs` (`visits`). There
-is no second derivative. `choice` finds the blocks by the weights of compressed ones.
+The own block, up to the query, runs through the merge kernel, and what the chosen ones give is merged by logsumexp. A
+backward with the merged output and logsumexp is exact (see `kernels.merge`). On a CPU the chosen blocks run a block of
+keys at a time, with all queries that chose it, as tiles of the kernels of `kernels.runs` (`visits`); elsewhere the keys
+of every query are gathered (`reference`). There is no second derivative. `choice` finds the blocks by the weights of
+compressed ones.
 """
 
 from subquad.kernels.selected.choice import block_choice

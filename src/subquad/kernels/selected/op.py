@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.runs import cpu
-from subquad.kernels.selected import visits
+from subquad.kernels.selected import reference, visits
 from subquad.supports.patterns import Blocks
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -75,6 +75,11 @@ def _own(key_mask: Tensor | None, lengths: Tensor | None, block: int, n: int, sc
     return valid, lengths, None, Blocks(causal=True, size=block).text, "union", n, scale, 0.0
 
 
+def _real(key_mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """(G, n): which keys exist."""
+    return None if key_mask is None else key_mask.repeat_interleave(q.shape[1], 0)
+
+
 def _bias(key_mask: Tensor | None, q: Tensor) -> Tensor | None:
     """(G, n): -inf for keys that do not exist."""
     if key_mask is None:
@@ -100,6 +105,9 @@ def selected(
     if cpu.takes(q) and chosen.numel():
         asks, tables = visits.tables(chosen.flatten(0, 1), block, q.shape[2])
         cpu.forward(x, [y], [z], _bias(key_mask, q), (asks, None), tables, scale, o, s, fresh=False, again=True)
+        return out, lse
+    if q.device.type != "cpu":
+        reference.forward(x, y, z, chosen.flatten(0, 1), _real(key_mask, q), block, scale, o, s)
         return out, lse
     for g, rows, keys, mask in _visits(chosen, key_mask, block):
         mask = None if mask is None else mask.to(q.dtype)
@@ -147,6 +155,10 @@ def selected_backward(
         empty = s == -torch.inf
         about = (g, (g * o).sum(-1).masked_fill_(empty, 0), s.masked_fill(empty, torch.inf))
         cpu.backward(x, [y], [z], _bias(key_mask, q), (asks, None), tables, scale, *about, [a, b, c])
+        return dq, dk, dv
+    if q.device.type != "cpu":
+        flat = [t.flatten(0, 1) for t in (grad, q, k, v, out, lse, chosen)]
+        reference.backward(*flat, _real(key_mask, q), block, scale, [a, b, c])
         return dq, dk, dv
     flat = [t.flatten(0, 1)[None] for t in (grad, q, k, v, out, lse)]  # (1, G, n, d) and (1, G, n)
     for at, rows, keys, mask in _visits(chosen, key_mask, block):

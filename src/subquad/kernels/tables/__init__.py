@@ -16,8 +16,8 @@ from torch import Tensor
 
 from subquad.kernels.edges import EdgeList
 from subquad.supports.partitions import POOLED, Partition
-from subquad.supports.pattern import Pattern, pointers
-from subquad.supports.support import constant_of_graphs, parse
+from subquad.supports.pattern import ROWS, Pattern, pointers
+from subquad.supports.support import constant_of_graphs, parse, text_of
 
 UNION = -1  # a family: the union of all
 
@@ -41,11 +41,20 @@ def pattern_mask(like: Tensor, support: str, families: Sequence[int], n: int, le
 
 @lru_cache(maxsize=32)
 def _csr(support: str, n: int, family: int) -> tuple[np.ndarray, np.ndarray]:
-    return cast(Pattern, parse(support)).csr(n, None if family == UNION else family)
+    return cast(Pattern, parse(support)).csr(n, _family(family))
+
+
+def _family(number: int) -> int | None:
+    return None if number == UNION else number
 
 
 def _sizes(n: int, lengths: Tensor | None) -> list[int]:
     return [n] if lengths is None else lengths.tolist()
+
+
+def _given(x: np.ndarray, like: Tensor) -> Tensor:
+    """On the device of `like`, without waiting for it."""
+    return torch.from_numpy(x).to(like.device, non_blocking=True)
 
 
 @torch.library.custom_op("subquad::pattern_edges", mutates_args=())
@@ -59,7 +68,7 @@ def _edges(like: Tensor, lengths: Tensor | None, support: str, families: list[in
             indices.append(keys)
     flat = pointers(np.concatenate(degrees))  # (graphs·n + 1,)
     starts = np.arange(len(degrees))[:, None] * n + np.arange(n + 1)
-    return torch.from_numpy(flat[starts]).to(like.device), torch.from_numpy(np.concatenate(indices)).to(like.device)
+    return _given(flat[starts], like), _given(np.concatenate(indices), like)
 
 
 @_edges.register_fake
@@ -73,17 +82,61 @@ def _(like, lengths, support, families, n):
 def _mask(like: Tensor, lengths: Tensor | None, support: str, families: list[int], n: int) -> Tensor:
     pattern, rows = cast(Pattern, parse(support)), []
     for size in _sizes(n, lengths):
-        masks = [
-            pattern.rows(size, None if f == UNION else f, 0, size) if size else np.zeros((0, 0), bool) for f in families
-        ]
+        masks = [pattern.rows(size, _family(f), 0, size) if size else np.zeros((0, 0), bool) for f in families]
         rows.append(np.stack([np.pad(mask, (0, n - size)) for mask in masks]))
-    return torch.from_numpy(np.stack(rows)).to(like.device)
+    return _given(np.stack(rows), like)
 
 
 @_mask.register_fake
 def _(like, lengths, support, families, n):
     batch = 1 if lengths is None else lengths.shape[0]
     return like.new_empty(batch, len(families), n, n, dtype=torch.bool)
+
+
+# ---- the keys of a few queries ------------------------------------------------------------------------------
+
+
+def named_keys(position: Tensor, pattern: Pattern, families: tuple[int, ...], room: int) -> Tensor:
+    """The keys that a causal pattern names for queries at `position` (B, t): int64 (B, families, t, m), -1 = none.
+
+    m is the length of the longest list; in a compiled graph that of all queries before position `room`.
+    """
+    if not torch.compiler.is_compiling():
+        return _listed(position, pattern, families, 0)
+    text = text_of(pattern)
+    return _named(position.clamp(max=room - 1), text, list(families), most_named(text, families, room))
+
+
+@constant_of_graphs
+def most_named(support: str, families: tuple[int, ...], n: int) -> int:
+    """How many keys a query before position n has at most."""
+    return _most_named(cast(Pattern, parse(support)), families, n)
+
+
+@lru_cache(maxsize=64)
+def _most_named(pattern: Pattern, families: tuple[int, ...], n: int) -> int:
+    n = min(n, pattern.longest or n)
+    pieces = [np.arange(first, min(n, first + ROWS)) for first in range(0, n, ROWS)]
+    return max(pattern.named(_family(f), piece).shape[-1] for f in families for piece in pieces)
+
+
+@torch.library.custom_op("subquad::named_keys", mutates_args=())
+def _named(position: Tensor, support: str, families: list[int], width: int) -> Tensor:
+    return _listed(position, cast(Pattern, parse(support)), families, width)
+
+
+def _listed(position: Tensor, pattern: Pattern, families: Sequence[int], width: int) -> Tensor:
+    """The lists of named keys, `width` of them or, where that is 0, as many as the longest has."""
+    i = position.cpu().numpy()
+    lists = [pattern.named(_family(f), i) for f in families]
+    most = width or max(x.shape[-1] for x in lists)
+    wide = [np.pad(x, ((0, 0), (0, 0), (0, most - x.shape[-1])), constant_values=-1) for x in lists]
+    return torch.from_numpy(np.stack(wide, 1)).to(position.device, torch.int64)
+
+
+@_named.register_fake
+def _(position, support, families, width):
+    return position.new_empty(position.shape[0], len(families), position.shape[1], width)
 
 
 # ---- a partition of one's own -------------------------------------------------------------------------------
@@ -117,7 +170,7 @@ def _partition_edges(like: Tensor, support: str, members: bool, n: int, rows: in
     lists = _lists(parse(support), n)[0 if members else 1]
     indptr = pointers(np.array([len(row) for row in lists], np.int64))[None]
     indices = np.fromiter((j for row in lists for j in row), np.int32)
-    return torch.from_numpy(indptr).to(like.device), torch.from_numpy(indices).to(like.device)
+    return _given(indptr, like), _given(indices, like)
 
 
 @_partition_edges.register_fake
