@@ -182,7 +182,9 @@ class Stack(SubquadPreTrainedModel):
             )
         key_mask = None if mask is None else real_tokens(mask[:, -t:])
         if tracing and key_mask is not None and lengths is not None:
-            torch._assert_async(key_mask.all(), "attention_mask: an exported step takes no padding behind the first tokens")
+            torch._assert_async(
+                key_mask.all(), "attention_mask: an exported step takes no padding behind the first tokens"
+            )
             key_mask = None
         if key_mask is not None and self._begun(cache, key_mask) and not bool((key_mask == key_mask[:1]).all()):
             raise ValueError(
