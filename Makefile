@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 
 MINUTES ?= inf
 OLDEST := .venv-oldest
-TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md --write docs/conversion.md --write docs/distributed.md
+TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md --write docs/conversion.md --write docs/distributed.md --write docs/advise.md
 
 .PHONY: run demo test test-all test-oldest check docs format results calibration tables clean
 

@@ -457,6 +457,7 @@ def test_calibrate_measures_memory_without_times(run, tmp_path, monkeypatch):
     path = tmp_path / "points.json"
     result = run("calibrate", "linear", "--causal", "--memory", "--no-time", "--out", path)
     assert result.exit_code == 0 and "calibrated" in result.stdout, result.stderr
+    assert "times may be too long" not in result.stdout, "there are none"
     kept = Points.read(path).values[Subject("linear", True)]
     assert set(kept) == {"forward bytes", "train bytes", "kept bytes", "parameter bytes"}
     assert Shape(*points.BATCHED) in kept["train bytes"]
@@ -481,13 +482,18 @@ def test_the_study_holds_predictions_against_measurements(tmp_path, monkeypatch)
     monkeypatch.setattr(study, "measure_bytes", lambda each: int(exact[each.key][1]))
     path = tmp_path / "advice.json"
     assert not study.run(held, path, minutes=-1) and study.run(held, path, quantities=["bytes"])
-    assert not study.compare(held, path, lambda causal: costs), "no times yet"
+    rows = study.compare(held, path, lambda causal: costs)
+    assert [row.time_error for row in rows] == [None, None], "no times yet"
+    assert (
+        study.tally(rows)
+        == "Time within 25 %: 0 of 0 (10 not measured yet). Memory within 20 %: 2 of 2 (8 not measured yet)."
+    )
     assert study.run(held, path)
     rows = study.compare(held, path, lambda causal: costs)
     assert [round(row.time_error, 3) for row in rows] == [0, -0.5]
     shown = study.table(json.loads(path.read_text()))
     assert shown.splitlines()[2].startswith("| `linear`, causal, training | 3,000 | 512 / 8 | ")
-    assert shown.endswith("Time within 25%: 1 of 2. Memory within 20%: 2 of 2.")
+    assert "Time within 25 %: 1 of 2" in shown and "Memory within 20 %: 2 of 2" in shown
     found = json.loads(path.read_text())
     path.write_text(json.dumps({**found, "versions": {"torch": "0"}}))
     with pytest.raises(ValueError, match="was measured with other versions"):

@@ -508,6 +508,7 @@ def test_a_trained_page_shows_the_weights_of_the_run(browser, a_run, tmp_path):
     opened.keyboard.press("]")
     until(opened, "document.querySelector('#head').value === '1'")
     check_weights(opened, layers[0], 1, 40)
+    assert opened.evaluate(TWO_AT_ONCE), "the head that was chosen last is shown, whichever is decoded last"
     opened.focus("#text")
     opened.keyboard.press("ArrowRight")
     settle(opened)
@@ -520,6 +521,20 @@ def test_a_trained_page_shows_the_weights_of_the_run(browser, a_run, tmp_path):
     check_map(opened)
     assert faults == []
     opened.close()
+
+
+TWO_AT_ONCE = """async () => {
+  const real = openBlob;
+  let first = true;
+  opened.clear();
+  openBlob = async (text) => {
+    if (first) { first = false; await new Promise((done) => setTimeout(done, 100)); }
+    return real(text);
+  };
+  await Promise.all([chooseHead(0, 0), chooseHead(0, 1)]);
+  openBlob = real;
+  return now === opened.get("0,1");
+}"""
 
 
 def check_weights(opened, layer, number_of_head, token):

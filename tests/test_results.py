@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[1]
 SMALL = Setting(heads=2, head_dim=8)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/conversion.md", "docs/distributed.md"])
+PAGES = ["README.md", "docs/performance.md", "docs/conversion.md", "docs/distributed.md", "docs/advise.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_tables_are_in_step_with_the_results(page):
     text = (ROOT / page).read_text()
     assert "<!-- table: " in text

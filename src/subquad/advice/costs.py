@@ -19,6 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.advice.curves import (
+    ROW_SECONDS,
     Curve,
     Factors,
     Scaled,
@@ -180,7 +181,8 @@ class LayerTime:
         for place in (1, 2):
             found = [(shape[place], self._ratio(shape, value)) for shape, value in varied(points, place)]
             self.factors[place] = bounded(found, place)
-        self.row = row_of([self._ratio(shape, value) for shape, value in points.items() if shape.batch > 1])
+        batched = [self._ratio(shape, value) for shape, value in points.items() if shape.batch > 1]
+        self.row = row_of(batched, ROW_SECONDS)
 
     def _ratio(self, shape: Shape, value: float) -> float:
         """Of the attention that grows, to one row of the base size."""

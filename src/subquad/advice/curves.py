@@ -39,7 +39,9 @@ class Bounds(NamedTuple):
 BOUNDS = {1: Bounds(0.5, 1.05), 2: Bounds(0.0, 2.0)}
 
 
-ROW = (0.5, 2.0)  # between which the cost of a row in a batch lies, in units of a row alone
+# Between which the cost of a row in a batch lies, in units of a row alone. What is measured beyond them is noise, which
+# times have more of.
+ROW, ROW_SECONDS = (0.5, 2.0), (0.7, 1.5)
 
 
 class Curve:
@@ -105,9 +107,9 @@ def rows(batch: float, row: float) -> float:
     return batch * row if batch > 1 else batch
 
 
-def row_of(found: Sequence[float]) -> float:
+def row_of(found: Sequence[float], bounds: tuple[float, float] = ROW) -> float:
     """The measured cost of a row in a batch, in units of a row alone; 1 where it was not measured."""
-    return min(max(found[0], ROW[0]), ROW[1]) if found else 1.0
+    return min(max(found[0], bounds[0]), bounds[1]) if found else 1.0
 
 
 def equal_length(n: float, heads: float, head_dim: float, batch: float = 1) -> float:

@@ -22,11 +22,11 @@ from subquad.core.options import split_spec
 from subquad.layers import MultiheadAttention
 
 PATIENCE = {8192: 2.0, 32768: 0.8}  # seconds of a step beyond which a sequence up to so long is not measured
-LEAST = 0.08  # seconds that the calls of one measurement take together
-CAREFUL = 0.2  # the same at the length that other sizes are scaled from
+LEAST = 0.06  # seconds that the calls of one measurement take together
+CAREFUL = 0.15  # the same at the length that other sizes are scaled from
 SHARED = 0.5  # the same for the projections, a part of every layer
 CALLS = 4  # at least so many, of which the best counts: a neighbour's burst spoils two or three in a row
-LONG = 0.1  # seconds from which half of them are enough
+LONG, LONGEST = 0.1, 0.5  # seconds from which half of them are enough, and one
 CHUNK = 1024  # tokens of a chunk before a decode step
 ROOM = 64  # decode steps that a state has room for
 
@@ -63,13 +63,14 @@ def make(subject: Subject, shape: Shape, *, backward: bool) -> Step:
 
 
 def best(call: Callable[[], object], least_seconds: float = LEAST) -> float:
-    """The shortest of the calls that fit into so many seconds, after one that warms up; at least `CALLS`, or half of
-    them where they are long.
+    """The shortest of the calls that fit into so many seconds, after one that warms up; at least `CALLS`, and fewer
+    where they are long.
     """
     begun = time.perf_counter()
     call()
     first = last = time.perf_counter()
-    found, least = math.inf, CALLS if first - begun < LONG else CALLS // 2
+    taken, found = first - begun, math.inf
+    least = CALLS if taken < LONG else CALLS // 2 if taken < LONGEST else 1
     while least > 0 or last - first < least_seconds:
         call()
         now = time.perf_counter()

@@ -314,6 +314,6 @@ def calibrate(
     console.print(
         f"{'calibrated' if done else 'not finished: run the same command again to resume'}: {path}", soft_wrap=True
     )
-    if load.share is not None and load.share > BUSY:
+    if times and load.share is not None and load.share > BUSY:
         used = f"other programs used {100 * load.share:.0f} % of the machine meanwhile: times may be too long"
         console.print(f"{used} (--overwrite measures again)", style="bold", soft_wrap=True)

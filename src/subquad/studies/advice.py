@@ -79,23 +79,23 @@ def drawn(seed: int = SEED, count: int = COUNT) -> tuple[Held, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Predicted and measured: seconds of a layer's step, and bytes by which it raises the memory of a process."""
+    """Predicted and measured: seconds of a layer's step, and bytes by which it raises the memory of a process; None
+    where it has not been measured yet.
+    """
 
     about: dict[str, Any]
-    seconds: float
     predicted_seconds: float
+    predicted_bytes: float
+    seconds: float | None = None
     bytes: int | None = None
-    predicted_bytes: float | None = None
 
     @property
-    def time_error(self) -> float:
-        return self.predicted_seconds / self.seconds - 1
+    def time_error(self) -> float | None:
+        return None if self.seconds is None else self.predicted_seconds / self.seconds - 1
 
     @property
     def memory_error(self) -> float | None:
-        if self.bytes is None or self.predicted_bytes is None:
-            return None
-        return self.predicted_bytes / self.bytes - 1
+        return None if self.bytes is None else self.predicted_bytes / self.bytes - 1
 
 
 def predict(costs: Costs, held: Held) -> tuple[float, float]:
@@ -157,7 +157,7 @@ def write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
 def compare(chosen: Sequence[Held], path: Path, costs: Callable[[bool], Costs]) -> list[Compared]:
     """What has been measured beside the predictions of the cost model of its direction, which the file keeps too."""
     rows = read(path)
-    measured = [(held, rows[held.key]) for held in chosen if "seconds" in rows.get(held.key, {})]
+    measured = [(held, rows[held.key]) for held in chosen if {"seconds", "bytes"} & rows.get(held.key, {}).keys()]
     for held, row in measured:
         row["predicted_seconds"], row["predicted_bytes"] = predict(costs(held.causal), held)
     write(path, {held.key: rows[held.key] for held in chosen if held.key in rows})
@@ -168,7 +168,7 @@ def compared(row: dict[str, Any]) -> Compared:
     """A row of the file."""
     figures = ("seconds", "predicted_seconds", "bytes", "predicted_bytes")
     about = {key: value for key, value in row.items() if key not in figures}
-    return Compared(about=about, **{key: row.get(key) for key in figures})
+    return Compared(about=about, **{key: row[key] for key in figures if key in row})
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------
@@ -184,19 +184,30 @@ def table(result: dict[str, Any], words: Sequence[str] = ()) -> str:
         way, what = "causal" if a["causal"] else "bidirectional", "training" if a["train"] else "forward"
         size = f"{a['width']} / {a['heads']}" + (f", batch {a['batch']}" if a["batch"] > 1 else "")
         line = [f"`{a['spec']}`, {way}, {what}", f"{a['n']:,}", size]
-        line += [f"{1e3 * row.seconds:,.3g}", f"{1e3 * row.predicted_seconds:,.3g}", f"{row.time_error:+.0%}"]
-        sizes = [f"{size / 2**20:,.0f}" for size in (row.bytes, row.predicted_bytes) if size is not None]
-        lines.append(
-            [*line, *sizes, f"{row.memory_error:+.0%}"] if row.memory_error is not None else [*line, *[""] * 3]
-        )
+        line += cells(row.seconds, row.predicted_seconds, row.time_error, 1e-3)
+        lines.append(line + cells(row.bytes, row.predicted_bytes, row.memory_error, 2**20))
     return f"{tables.markdown(titles, lines)}\n\n{tally(rows)}"
 
 
+def cells(value: float | None, predicted: float, error: float | None, unit: float) -> list[str]:
+    """Measured, predicted and the error, where something was measured."""
+    if value is None or error is None:
+        return ["", "", ""]
+    return [
+        *(f"{x / unit:,.0f}" if x >= 100 * unit else f"{x / unit:.3g}" for x in (value, predicted)),
+        f"{error:+.0%}",
+    ]
+
+
 def tally(rows: Sequence[Compared]) -> str:
-    good = sum(abs(row.time_error) <= TIME for row in rows)
-    sized = [row.memory_error for row in rows if row.memory_error is not None]
-    small = sum(abs(error) <= MEMORY for error in sized)
-    return f"Time within {TIME:.0%}: {good} of {len(rows)}. Memory within {MEMORY:.0%}: {small} of {len(sized)}."
+    """How many predictions are within the bounds, of those that something was measured for."""
+    found = []
+    for what, limit in (("time", TIME), ("memory", MEMORY)):
+        errors = [error for row in rows if (error := getattr(row, f"{what}_error")) is not None]
+        good = sum(abs(error) <= limit for error in errors)
+        missing = f" ({COUNT - len(errors)} not measured yet)" if len(errors) < COUNT else ""
+        found.append(f"{what.capitalize()} within {100 * limit:.0f} %: {good} of {len(errors)}{missing}.")
+    return " ".join(found)
 
 
 def show(

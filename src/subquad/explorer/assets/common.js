@@ -80,6 +80,16 @@ function rgb(name) {
   return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 }
 
+const luminance = (paint) => [0.2126, 0.7152, 0.0722].reduce((sum, part, c) => sum + part * (paint[c] / 255) ** 2.2, 0);
+
+/** "ink" or "paper": what can be read better on paper that is painted over with so much of a colour. */
+function readable(paint, alpha) {
+  const [ink, paper] = [rgb("ink"), rgb("paper")];
+  const back = luminance(paper.map((c, i) => c + (paint[i] - c) * alpha));
+  const contrast = (other) => (Math.max(back, other) + 0.05) / (Math.min(back, other) + 0.05);
+  return contrast(luminance(ink)) >= contrast(luminance(paper)) ? "ink" : "paper";
+}
+
 /** Work that may be asked for many times before the next frame is done once. */
 function once(work) {
   let waiting = false;

@@ -93,7 +93,7 @@ function drawText() {
   const box = find("#text"), height = box.clientHeight, context = fitted(find("#text canvas"), box.clientWidth, height);
   const { direct, far } = weightsOf(now, state.token);
   const most = Math.max(...direct, ...far, 1e-6), loud = Math.max(...now.received, 1e-6);
-  const paints = [rgb("direct"), rgb("summary"), rgb("fresh")], ink = colour("ink");
+  const paints = [rgb("direct"), rgb("summary"), rgb("fresh")], ink = colour("ink"), inks = new Map();
   const first = Math.max(0, Math.floor((box.scrollTop - 8) / LINE)), last = Math.min(text.lines.length, first + Math.ceil(height / LINE) + 1);
   context.font = text.font;
   context.textBaseline = "middle";
@@ -104,12 +104,14 @@ function drawText() {
       let [paint, strength] = far[i] > direct[i] ? [paints[1], far[i] / most] : [paints[0], direct[i] / most];
       if (state.shade === "received") [paint, strength] = [paints[2], now.received[i] / loud];
       if (state.shade === "cluster" && now.clusters) [paint, strength] = [hue(now.clusters[i]), 0.3];
+      const alpha = strength > 0 ? (0.08 + 0.87 * Math.sqrt(strength)).toFixed(2) : "0", key = `${paint},${alpha}`;
       if (strength > 0) {
-        context.fillStyle = `rgba(${paint},${(0.08 + 0.87 * Math.sqrt(strength)).toFixed(3)})`;
+        context.fillStyle = `rgba(${key})`;
         context.fillRect(x, y + 1, w, LINE - 2);
+        if (!inks.has(key)) inks.set(key, colour(readable(paint, Number(alpha))));
       }
       if (i === state.token) { context.strokeStyle = colour("mark"); context.lineWidth = 2; context.strokeRect(x, y + 1, w, LINE - 2); }
-      context.fillStyle = strength > 0.45 ? colour("paper") : ink;
+      context.fillStyle = strength > 0 ? inks.get(key) : ink;
       context.fillText(visible(data.tokens[i]), x + 0.5, y + LINE / 2);
     }
   }
@@ -156,9 +158,10 @@ function drawMap() {
   const image = new ImageData(side, side), near = new Float32Array(side * side), far = new Float32Array(side * side);
   if (state.graph && now.graph) paintGraph(near, side, scale);
   else paintWeights(near, far, side, scale);
+  const full = state.graph && now.graph ? 1 : fullColour(near, far);
   const [empty, blue, orange] = [rgb("none"), rgb("direct"), rgb("summary")];
   for (let at = 0; at < near.length; at++) {
-    const paint = far[at] > near[at] ? orange : blue, t = Math.max(near[at], far[at]) ** 0.4;
+    const paint = far[at] > near[at] ? orange : blue, t = Math.min(1, Math.max(near[at], far[at]) / full) ** 0.4;
     for (let c = 0; c < 3; c++) image.data[4 * at + c] = empty[c] + (paint[c] - empty[c]) * t;
     image.data[4 * at + 3] = 255;
   }
@@ -172,7 +175,21 @@ function drawMap() {
   context.strokeRect(0.75, y - 0.5, side - 1.5, Math.max(scale, 2) + 1);
   const last = (from) => whole(Math.min(n - 1, Math.ceil(from + view.size) - 1));
   find("#where").textContent = `Queries ${whole(Math.ceil(view.row))} – ${last(view.row)}, keys ${whole(Math.ceil(view.column))} – ${last(view.column)}` +
-    (state.sort ? ", ordered by cluster." : ".") + (state.graph && now.graph && layer().graph < n ? ` A square of the graph is ${Math.round(n / layer().graph)} tokens wide.` : "");
+    (state.sort ? ", ordered by cluster." : ".") + (state.graph && now.graph && layer().graph < n ? ` A square of the graph is ${Math.round(n / layer().graph)} tokens wide.` : "") +
+    (state.graph && now.graph ? "" : ` Full colour: weights from ${weightText(full)} on.`);
+}
+
+/** The weight from which a pixel has the full colour: weights of long texts are small, so it is that of the largest
+ * hundredth in view, found by counting logarithms. */
+function fullColour(near, far) {
+  const bins = new Uint32Array(512);
+  let count = 0, above = 0, bin = 0;
+  for (let at = 0; at < near.length; at++) {
+    const w = Math.max(near[at], far[at]);
+    if (w > 0) { bins[Math.max(0, Math.min(511, Math.floor(-16 * Math.log2(w))))]++; count++; }
+  }
+  while (bin < 512 && above + bins[bin] < Math.max(1, 0.01 * count)) above += bins[bin++];
+  return count ? 2 ** (-bin / 16) : 1;
 }
 
 function paintWeights(near, far, side, scale) {
@@ -286,7 +303,8 @@ function drawWeights() {
   for (let e = now.start[i]; e < now.start[i + 1]; e++) entries.push([now.index[e], now.weight[e]]);
   entries.sort((a, b) => b[1] - a[1]);
   const kept = entries.reduce((sum, [, w]) => sum + w, 0);
-  find("#weights").replaceChildren(...entries.map(([to, w]) => (to < n ? tokenItem(to, w) : summaryItem(to - n, w))));
+  const most = entries.length ? entries[0][1] : 1;
+  find("#weights").replaceChildren(...entries.map(([to, w]) => (to < n ? tokenItem(to, w, most) : summaryItem(to - n, w, most))));
   find("#dropped").textContent = `Shown are ${plural(entries.length, "weight")} with ${percent(kept)} of the attention of this token. ` +
     `The page keeps at most ${data.kept} per token and head, which is ${percent(layer().heads[state.head].kept)} of this head's attention; smaller weights were left out.`;
   find("#say").textContent = `Token ${whole(i)} “${spoken(i)}”: entropy ${now.entropy[i].toFixed(2)} bits, mean distance ${now.distance[i].toFixed(1)} tokens, ` +
@@ -294,17 +312,20 @@ function drawWeights() {
     (now.clusters ? `, cluster ${now.clusters[i]}` : "") + ".";
 }
 
-function valueCells(w) {
-  return [element("span", { class: "bar-of" }, element("i", { style: `width:${(100 * w).toFixed(1)}%` })), element("span", { class: "value" }, w < 5e-4 ? w.toExponential(1) : w.toFixed(4))];
+const weightText = (w) => (w < 5e-4 ? w.toExponential(1) : w.toFixed(4));
+
+/** A bar, of which the largest weight of the token fills all, and the weight. */
+function valueCells(w, most) {
+  return [element("span", { class: "bar-of" }, element("i", { style: `width:${((100 * w) / most).toFixed(1)}%` })), element("span", { class: "value" }, weightText(w))];
 }
 
-function tokenItem(to, w) {
+function tokenItem(to, w, most) {
   const name = element("button", { type: "button", onclick: () => setToken(to, true) }, element("span", { class: "token" }, spoken(to)), ` ${whole(to)}`);
-  return element("li", { "data-to": to }, name, ...valueCells(w));
+  return element("li", { "data-to": to }, name, ...valueCells(w, most));
 }
 
 /** A summary can be opened: its tokens with the largest shares of it. */
-function summaryItem(g, w) {
+function summaryItem(g, w, most) {
   const set = now.sets[g], inside = element("div", { class: "inside" });
   const opening = element("details", {}, element("summary", {}, `summary of ${plural(set.length, "token")}, ${whole(set[0])} – ${whole(set[set.length - 1])}`), inside);
   opening.addEventListener("toggle", () => {
@@ -314,7 +335,7 @@ function summaryItem(g, w) {
     if (shares.length > 24) inside.append(element("span", {}, `and ${whole(shares.length - 24)} more`));
     if (!now.shares) inside.append(element("span", {}, "Shares inside were left out: all tokens count the same."));
   });
-  return element("li", { class: "summary", "data-summary": g }, opening, ...valueCells(w));
+  return element("li", { class: "summary", "data-summary": g }, opening, ...valueCells(w, most));
 }
 
 // ---- the heads ----
@@ -327,9 +348,9 @@ function drawHeads() {
   table.append(element("tr", {}, element("th"), ...Array.from({ length: count }, (_, h) => element("th", { scope: "col" }, `head ${h}`))));
   data.layers.forEach((one, l) => table.append(element("tr", {}, element("th", { scope: "row" }, `layer ${one.number}`),
     ...one.heads.map((head, h) => {
-      const t = most > least ? (head[state.metric] - least) / (most - least) : 0.5;
+      const t = most > least ? (head[state.metric] - least) / (most - least) : 0.5, part = Math.round(8 + 72 * t);
       const button = element("button", { type: "button", "aria-pressed": String(l === state.layer && h === state.head), "data-head": `${l},${h}`,
-        style: `background:color-mix(in srgb, var(--accent) ${Math.round(8 + 72 * t)}%, var(--card));color:var(--${t > 0.55 ? "card" : "ink"})` }, show(head[state.metric]));
+        style: `background:color-mix(in srgb, var(--accent) ${part}%, var(--card));color:var(--${readable(rgb("accent"), part / 100)})` }, show(head[state.metric]));
       button.addEventListener("click", () => chooseHead(l, h));
       return element("td", {}, button);
     }))));
