@@ -20,6 +20,7 @@ from subquad.hf.fitting import fit_loss, tune_backward, watch_original
 from subquad.hf.lowrank import add_updates, merge_updates
 from subquad.hf.numbers import hide_numbers
 from subquad.hf.original import original
+from subquad.hf.passkey import hide, looking_heads
 from subquad.hf.perplexity import measure, summary_mass
 from subquad.hf.texts import window, windows
 
@@ -256,6 +257,28 @@ def test_from_a_folder_to_a_heat_map(folders):
     assert code == 0 and "converted" in output
 
 
+def test_heads_that_look_a_number_up(folders):
+    """The attention of eager transformers, of the query head of each key/value head that looks most."""
+    model, tokenizer = make_model(), make_tokenizer()
+    looks = looking_heads(model, tokenizer, 220)
+    key = str(int(torch.randint(10000, 100000, (), generator=torch.Generator().manual_seed(0))))
+    ids, answer, _ = hide(tokenizer, key, 220, 0.1)
+    model.set_attn_implementation("eager")
+    weights = torch.stack(model(input_ids=ids, output_attentions=True).attentions)[:, 0]  # (layers, H, n, n)
+    said = [j for j in range(220 - answer) if chr(ids[0, j]) in key]
+    want = weights[:, :, -answer - 1 : -1][..., said].sum(-1).mean(-1)  # (layers, H)
+    torch.testing.assert_close(looks, torch.stack([want[:, :2].amax(1), want[:, 2:].amax(1)], 1))
+    code, output = command("passkey", folders / "plain", "--n", 220, "--heads", "--json")
+    rows = json.loads(output)
+    assert code == 0 and len(rows) == 4 and rows[0]["attention"] >= rows[1]["attention"]
+    code, output = command("passkey", folders / "plain", "--n", 220, "--heads")
+    assert code == 0 and "attention to the number" in output
+    words = ("--attention", SPEC, "--full-heads", "1:0", "-o", folders / "new")
+    assert command("convert", folders / "plain", *words)[0] == 0
+    code, output = command("passkey", folders / "new", "--n", 220, "--heads")
+    assert code == 2 and "the model is converted" in output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -265,6 +288,8 @@ def test_from_a_folder_to_a_heat_map(folders):
         (("convert", "none.gguf", "--attention", SPEC, "-o", "x"), "no such file"),
         (("perplexity", "plain", "--text", "text.txt"), "is not converted"),
         (("perplexity", "plain", "--text", "text.txt", "--n", "a"), "comma-separated integers"),
+        (("convert", "plain", "--attention", SPEC, "--full-heads", "1", "-o", "x"), "must be LAYER:HEAD"),
+        (("convert", "plain", "--attention", SPEC, "--full-heads", "1:7", "-o", "x"), "from 0 to 1"),
         (("adapt", "plain", "--text", "text.txt", "-o", "x"), "the model is not converted"),
         (("passkey", "plain", "--attention", SPEC, "--n", "10"), "--n must be at least"),
     ],

@@ -171,6 +171,83 @@ def test_states_are_smaller_and_can_be_cropped():
     assert cache_bytes(cache) > 0 and cache.get_seq_length() == 110
 
 
+KEEPS = {"llama": {1: [1]}, "gpt2": {0: [2, 0], 1: [3]}, "bart": {2: [1]}}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_some_heads_keep_full_attention(name):
+    """Their outputs are the original's on the same inputs, the others' those of the mechanism with the other heads."""
+    model, given, seen = make(name), inputs(name), {}
+    part = dict(model.named_modules())[list(hf.converted_layers(model))[max(KEEPS[name])]]
+    part.register_forward_hook(
+        lambda module, args, about, out: seen.update({module.training: (args, about)}), with_kwargs=True
+    )
+    hf.convert(model, SMALL, full_heads=KEEPS[name])
+    logits(model, given, name)
+    (args, about), mechanism = seen[False], part.subquad
+    outs = {}
+    for output in [part.o_proj if name == "llama" else part.c_proj if name == "gpt2" else part.out_proj]:
+        output.register_forward_pre_hook(lambda module, given: outs.update(now=given[0].unflatten(-1, (4, 8))))
+    with torch.no_grad(), watching(lambda *call: outs.update(mechanism=call)):
+        part(*args, **{key: value for key, value in about.items() if "past" not in key})
+        mixed = outs["now"]  # (B, n, H, d)
+        part._modules["subquad"] = None
+        part(*args, **{key: value for key, value in about.items() if "past" not in key})
+    group = 2 if name == "llama" else 1
+    kept = [head * group + i for head in KEEPS[name][max(KEEPS[name])] for i in range(group)]
+    rest = [head for head in range(4) if head not in kept]
+    _, _, q, k, v, mask, _ = outs["mechanism"]
+    torch.testing.assert_close(mixed[:, :, kept], outs["now"][:, :, kept])
+    torch.testing.assert_close(mixed[:, :, rest], mechanism(q, k, v, key_mask=mask).transpose(1, 2))
+    assert mechanism.options.num_heads == q.shape[1] == len(rest) and (mixed - outs["now"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_full_heads_are_cached_cropped_saved_and_searched(name, tmp_path):
+    model, given = hf.convert(make(name), SMALL, full_heads=KEEPS[name]), inputs(name)
+    about = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "num_beams": 3}
+    prompt = {key: value for key, value in given.items() if key != "decoder_input_ids"}
+    cached, not_cached = (model.generate(**prompt, **about, use_cache=use) for use in (True, False))
+    assert torch.equal(cached, not_cached)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits(again, given, name), logits(model, given, name))
+
+
+def test_the_cache_of_full_heads():
+    from subquad.hf.caching import cache_bytes
+
+    caches, ids = [], torch.randint(3, 97, (1, 110))
+    for kept in ({}, {1: [0]}):
+        model = hf.convert(llama().eval(), SMALL, full_heads=kept)
+        with torch.no_grad():
+            caches.append(model(input_ids=ids[:, :100], use_cache=True).past_key_values)
+            more = model(input_ids=ids[:, 100:], past_key_values=caches[-1], use_cache=True)
+            caches[-1].crop(-10)
+            again = model(input_ids=ids[:, 100:], past_key_values=caches[-1], use_cache=True)
+        torch.testing.assert_close(again.logits, more.logits)
+    mine, other = caches[1].layers[1], caches[0].layers[1]
+    assert mine.keys.shape == (1, 1, 110, 8) and mine.nbytes > mine.state.nbytes and other.keys is None
+    assert cache_bytes(caches[1]) == sum(layer.nbytes for layer in caches[1].layers)
+    caches[1].reset()
+    assert mine.keys is None and mine.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ({0: [2]}, "full_heads must be different key/value heads from 0 to 1, not"),
+        ({0: [1, 1]}, "full_heads must be different"),
+        ({0: [0, 1]}, "names every key/value head; leave the layer out"),
+        ({5: [0]}, "layers must be integers from 0 to 1"),
+        ({1: [0]}, "full_heads: layer 1 is not converted"),
+    ],
+)
+def test_wrong_full_heads(kept, message):
+    with pytest.raises(ValueError, match=message):
+        hf.convert(llama(), SMALL, layers=[0], full_heads=kept)
+
+
 def test_a_padded_row_is_what_it_is_alone():
     model, given = hf.convert(make("llama"), SMALL), inputs("llama")
     alone = logits(model, {"input_ids": given["input_ids"][:1, 7:]}, "llama")[0]
@@ -317,8 +394,9 @@ def test_a_cache_of_keys_is_no_state():
 # ---- tools of the trade -------------------------------------------------------------------------------------
 
 
-def test_export_and_compile():
-    model, given = hf.convert(llama().eval(), SMALL), inputs("llama")
+@pytest.mark.parametrize("kept", [{}, {1: [0]}])
+def test_export_and_compile(kept):
+    model, given = hf.convert(llama().eval(), SMALL, full_heads=kept), inputs("llama")
     want = logits(model, given, "llama")
     program = torch.export.export(model, (), {**given, "use_cache": False}, strict=False).module()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

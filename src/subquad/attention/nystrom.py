@@ -29,8 +29,7 @@ from subquad.attention.full import drop
 from subquad.attention.outputs import OutputAttention, within_rows
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
-
-BLOCK = 64  # tokens that are convolved together
+from subquad.kernels.convolution import convolve
 
 
 class Nystrom(OutputAttention):
@@ -93,26 +92,19 @@ class Nystrom(OutputAttention):
 
     def _inverse(self, a: Tensor) -> Tensor:
         """(B, H, m, m): rows and columns of 0 stay 0. In float64: rounding errors grow with every step."""
-        kind, a = a.dtype, a.double()
-        one, inf = a.sum(-2).amax(-1), a.sum(-1).amax(-1)  # the norms, (B, H)
+        kind, shape, a = a.dtype, a.shape, a.double().flatten(0, -3)  # (G, m, m)
+        one, inf = a.sum(-2).amax(-1), a.sum(-1).amax(-1)  # the norms, (G,)
         z = a.mT / (one * inf).clamp(min=torch.finfo(a.dtype).tiny)[..., None, None]
-        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        eye = torch.eye(shape[-1], dtype=a.dtype, device=a.device)
         for _ in range(self.options.iterations):
             az = a @ z
-            z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
-        return z.to(kind)
+            inner = torch.baddbmm(eye, az, 7 * eye - az, beta=15, alpha=-1)  # 15 I - A Z (7 I - A Z)
+            z = z @ torch.baddbmm(eye, az, inner, beta=13 / 4, alpha=-1 / 4)
+        return z.view(shape).to(kind)
 
     def _with_convolution(self, out: Tensor, v: Tensor) -> Tensor:
-        """out + DConv(v): a block of BLOCK outputs is a product of a band matrix and the values around it."""
-        if self.filters is None:
-            return out
-        n, taps = v.shape[2], self.filters.shape[-1]
-        row, column = torch.arange(BLOCK, device=v.device)[:, None], torch.arange(BLOCK + taps - 1, device=v.device)
-        tap = column - row  # (BLOCK, BLOCK + taps - 1)
-        band = self.filters.to(v.dtype)[:, 0, tap.clamp(0, taps - 1)] * ((tap >= 0) & (tap < taps))  # (H, …)
-        around = F.pad(v, (0, 0, taps // 2, taps // 2 + -n % BLOCK)).unfold(2, BLOCK + taps - 1, BLOCK)
-        mixed = band[:, None] @ around.mT  # (B, H, N, BLOCK, d)
-        return out + mixed.flatten(2, 3)[:, :, :n]
+        """out + DConv(v)."""
+        return out if self.filters is None else convolve(v, self.filters[:, 0].to(v.dtype), out)
 
     # ---- the definition ----
 

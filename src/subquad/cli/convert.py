@@ -36,19 +36,23 @@ def convert(
     layers: Annotated[
         str | None, typer.Option(help="Indices of the layers to convert, comma-separated. Default: all.")
     ] = None,
+    full_heads: Annotated[
+        str | None, typer.Option(help="Key/value heads that keep full attention, LAYER:HEAD, comma-separated.")
+    ] = None,
 ) -> None:
     """Replace the attention of a pretrained language model and save it."""
     from subquad.attention.registry import check_name
 
     check_name(attention)
     numbers = None if layers is None else _integers("--layers", layers)
+    kept = _heads(full_heads)
     _check_new(folder)
     _quiet()
     from subquad import hf
     from subquad.hf.loading import load, save
 
     found, tokenizer = load(model)
-    hf.convert(found, attention, layers=numbers)
+    hf.convert(found, attention, layers=numbers, full_heads=kept)
     save(found, tokenizer, folder)
     every = hf.converted_layers(found)
     made = [mechanism for mechanism in every.values() if mechanism is not None]
@@ -166,11 +170,21 @@ def passkey(
     tries: Annotated[int, typer.Option(min=1, help="How many numbers are hidden at each depth, one per text.")] = 1,
     attention: Attention = None,
     full: Annotated[bool, typer.Option("--full", help="Test the same weights with full attention instead.")] = False,
+    heads: Annotated[
+        bool, typer.Option("--heads", help="List the key/value heads that look the number up, of a model as it was.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Test whether a number hidden at some depth of a long text is found; print a heat map by length and depth."""
+    """Test whether a number hidden at some depth of a long text is found; print a heat map by length and depth.
+
+    With --heads, print which heads of an unconverted model look the number up: candidates for `subquad convert
+    --full-heads`.
+    """
     lengths = _integers("--n", n)
     _quiet()
+    if heads:
+        _print_heads(model, max(lengths), json=json)
+        return
     from subquad.hf.passkey import passkey as search
 
     found, tokenizer = _load_converted(model, attention)
@@ -187,14 +201,33 @@ def passkey(
     table = Table("n", *(f"{place:.0%}" for place in places), "mean", box=None)
     for length, rows in results.items():
         mean = sum(one.found for one in rows) / len(rows)
-        table.add_row(str(length), *(_cell(one.found, one.loss) for one in rows), f"{mean:.0%}")
+        table.add_row(str(length), *(_cell(one) for one in rows), f"{mean:.0%}")
     out().print(table)
-    out().print("share of numbers found, and the loss of their tokens in nats, by depth", soft_wrap=True)
+    out().print(
+        "share of numbers found, share of their digits, and the loss of these in nats, by depth", soft_wrap=True
+    )
 
 
-def _cell(found: float, loss: float) -> Text:
-    colour = "green" if found > 0.5 else "yellow" if found > 0 else "red"
-    return Text(f"{found:.0%} ({loss:.2f})", style=colour)
+def _print_heads(model: Path, n: int, *, json: bool, shown: int = 12) -> None:
+    from subquad.hf.loading import load
+    from subquad.hf.passkey import looking_heads
+
+    looks = looking_heads(*load(model), n)  # (layers, key/value heads)
+    order = looks.flatten().argsort(descending=True).tolist()[:shown]
+    width = looks.shape[1]
+    rows = [{"layer": i // width, "head": i % width, "attention": looks.flatten()[i].item()} for i in order]
+    if json:
+        print(jsonlib.dumps(rows))
+        return
+    table = Table("LAYER:HEAD", "attention to the number", box=None)
+    for row in rows:
+        table.add_row(f"{row['layer']}:{row['head']}", f"{row['attention']:.2f}")
+    out().print(table)
+
+
+def _cell(one: Any) -> Text:
+    colour = "green" if one.found > 0.5 else "yellow" if one.digits > 0.2 else "red"
+    return Text(f"{one.found:.0%}, {one.digits:.0%} ({one.loss:.2f})", style=colour)
 
 
 def _load_converted(model: Path, attention: str | None) -> tuple[Any, Any]:
@@ -214,6 +247,17 @@ def _integers(option: str, text: str) -> list[int]:
         return [int(piece) for piece in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{option} must be comma-separated integers, not {text!r}") from None
+
+
+def _heads(text: str | None) -> dict[int, list[int]]:
+    """ "15:2,17:0,17:1" → {15: [2], 17: [0, 1]}."""
+    kept: dict[int, list[int]] = {}
+    for piece in text.split(",") if text else []:
+        layer, _, head = piece.partition(":")
+        if not (layer.strip().isdigit() and head.strip().isdigit()):
+            raise typer.BadParameter(f"--full-heads must be LAYER:HEAD, comma-separated, not {text!r}")
+        kept.setdefault(int(layer), []).append(int(head))
+    return kept
 
 
 def _check_new(folder: Path) -> None:

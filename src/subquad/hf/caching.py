@@ -8,6 +8,7 @@ transformers does to a cache is done to the states.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ ROLLBACK = 32  # tokens that can be cropped: more than assisted decoding propose
 
 
 class StateLayer(CacheLayerMixin):
-    """The state of one layer in the place of its keys and values."""
+    """The state of one layer in the place of its keys and values; of heads that stay full these, (B, h, m, d)."""
 
     is_sliding = False
     is_croppable = True
@@ -53,6 +54,19 @@ class StateLayer(CacheLayerMixin):
         out, self.state = mechanism.extend(q, k.as_subclass(Tensor), v, self.state, key_mask=real)
         return out
 
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values so far of the heads that stay full, (B, h, m, d)."""
+        if self.keys is None:
+            self.keys, self.values = k, v
+        else:
+            kept = self.keys.to(k.device), self.values.to(v.device)  # they may have been offloaded
+            self.keys, self.values = torch.cat((kept[0], k), 2), torch.cat((kept[1], v), 2)
+        return self.keys, self.values
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.keys is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
+
     def get_seq_length(self) -> int:
         return self.slots
 
@@ -64,12 +78,14 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.state is None else self.state.nbytes
+        full = 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+        return full + (0 if self.state is None else self.state.nbytes)
 
     # ---- what transformers does to a cache ----
 
     def reset(self) -> None:
         self.state, self.slots, self.is_initialized = None, 0, False
+        self.keys = self.values = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens."""
@@ -78,25 +94,30 @@ class StateLayer(CacheLayerMixin):
         if self.state is not None and tokens_to_remove:
             self.state = self.state.crop((self.state.length + tokens_to_remove).clamp(min=0))
             self.slots = max(0, self.slots + tokens_to_remove)
+            self._change(lambda x: x[:, :, : self.slots])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.reorder(beam_idx)
+            self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
             self.state = self.state.repeat(repeats)
+            self._change(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.reorder(indices)
+            self._change(lambda x: x[indices])
 
     def offload(self) -> None:
         if self.state is not None:
             self.state = self.state.to("cpu")
+            self._change(lambda x: x.to("cpu"))
 
     def prefetch(self) -> None:
-        """A state comes back to the device with the next call."""
+        """What is kept comes back to the device with the next call."""
 
 
 def install_states(model: PreTrainedModel) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -12,6 +12,7 @@ from subquad.attention.base import Attention
 from subquad.attention.registry import attention, mechanism
 from subquad.core.options import split_spec
 from subquad.hf.caching import install_states
+from subquad.hf.heads import KEPT, check_heads, check_layers
 from subquad.hf.layers import Layer, attention_layers, check_layer, check_model
 from subquad.hf.naming import NAME
 
@@ -19,7 +20,14 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 Specs = str | Mapping[int, str]
 
 
-def convert(model: Model, spec: Specs, *, layers: Iterable[int] | None = None, **options: Any) -> Model:
+def convert(
+    model: Model,
+    spec: Specs,
+    *,
+    layers: Iterable[int] | None = None,
+    full_heads: Mapping[int, Sequence[int]] | None = None,
+    **options: Any,
+) -> Model:
     """Put a mechanism into the attention layers of a transformers model, in place, and return the model.
 
         convert(model, "combiner-window:span=32,window=256,sinks=4")
@@ -27,9 +35,11 @@ def convert(model: Model, spec: Specs, *, layers: Iterable[int] | None = None, *
         convert(model, {0: "full", 1: "combiner-fixed:span=64"})                       # a spec for each layer
 
     Layers are numbered in the order of `converted_layers`: self-attention only, an encoder's before a decoder's;
-    cross-attention keeps its attention. The weights are the model's own; parameters that a mechanism brings are new
-    (`layer.subquad`), and are trained and saved with the model. The mechanism sees queries and keys as the layer has
-    made them: projected, normalised, rotated. Causality, number and width of heads and dropout are the layer's.
+    cross-attention keeps its attention. `full_heads={15: [2], 17: [0, 1]}` names key/value heads of converted layers
+    that keep full attention, with the query heads that share them. The weights are the model's own; parameters that a
+    mechanism brings are new (`layer.subquad`), and are trained and saved with the model. The mechanism sees queries and
+    keys as the layer has made them: projected, normalised, rotated. Causality, number and width of heads and dropout
+    are the layer's.
 
     What cannot be honoured is refused by name, before anything is changed. The choice is recorded in the config, so
     that `from_pretrained` restores it when `subquad.hf` is imported. A model that was trained with full attention
@@ -38,6 +48,7 @@ def convert(model: Model, spec: Specs, *, layers: Iterable[int] | None = None, *
     check_model(model)
     targets = self_attention(model)
     specs = _specs(spec, layers, len(targets))
+    kept = {_number(i, len(targets)): heads for i, heads in (full_heads or {}).items()}
     made: dict[str, Attention] = {}
     record: dict[str, dict[str, Any]] = {}
     for number, chosen in specs.items():  # all are made first: an error changes nothing
@@ -46,8 +57,11 @@ def convert(model: Model, spec: Specs, *, layers: Iterable[int] | None = None, *
             continue  # full attention is what the layer has
         check_layer(layer)
         given = _given(chosen, options, number)
-        made[layer.name] = make(layer, chosen, given)
+        made[layer.name] = make(layer, chosen, given, kept.get(number, ()))
         record[_base_name(model, layer.name)] = {"attention": chosen, "options": given}
+        if kept.get(number):
+            record[_base_name(model, layer.name)][KEPT] = list(kept[number])
+    check_layers(kept, [number for number in specs if targets[number].name in made])
     if not made:
         raise ValueError("spec leaves every layer as it is: there is nothing to convert")
     revert(model)
@@ -83,8 +97,8 @@ def self_attention(model: PreTrainedModel) -> list[Layer]:
     return [layer for layer in attention_layers(model) if not layer.cross]
 
 
-def make(layer: Layer, spec: str, options: Mapping[str, Any]) -> Attention:
-    """The mechanism of a layer, on the layer's device, in its precision."""
+def make(layer: Layer, spec: str, options: Mapping[str, Any], kept: Sequence[int] = ()) -> Attention:
+    """The mechanism of a layer, on the layer's device, in its precision; key/value heads `kept` are not its own."""
     name = split_spec(spec)[0]
     able = mechanism(name).capabilities
     where = f"{layer.name} ({type(layer.module).__name__})"
@@ -96,10 +110,13 @@ def make(layer: Layer, spec: str, options: Mapping[str, Any]) -> Attention:
     longest = getattr(getattr(layer.module, "config", None), "max_position_embeddings", None)
     if able.needs_max_length and "max_length" not in {*given, *split_spec(spec)[1]}:
         given["max_length"] = longest
+    heads = check_heads(layer, kept)
+    own = layer.num_heads - len(heads) * layer.num_heads // layer.key_heads
     try:
-        made = attention(spec, num_heads=layer.num_heads, head_dim=layer.head_dim, **given)
+        made = attention(spec, num_heads=own, head_dim=layer.head_dim, **given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from None
+    setattr(made, KEPT, heads)
     like = next(layer.module.parameters())
     made = made.to(dtype=like.dtype) if like.is_meta else made.to(device=like.device, dtype=like.dtype)
     return made.train(layer.module.training)

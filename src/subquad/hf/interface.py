@@ -27,6 +27,7 @@ from transformers.masking_utils import (
 
 from subquad.attention.base import Attention
 from subquad.attention.rows import repeat_heads
+from subquad.hf.heads import full_heads, joined, split
 from subquad.hf.naming import NAME
 
 UNKNOWN_TERMS = {  # what other attention functions are handed and no mechanism has a place for
@@ -97,22 +98,37 @@ def attend(
         out = attend_fully(query, key, value, attention_mask, scaling, dropout, bool(causal), terms)
         return out.transpose(1, 2).contiguous(), None
     refuse(module, mechanism, attention_mask, dropout, is_causal, terms)
+    cached, heads, kept = getattr(key, "_subquad_cache", None), key.shape[1], full_heads(mechanism)
+    if not kept:
+        out = run(module, mechanism, query, key, value, attention_mask, scaling, cached)
+        return out.transpose(1, 2).contiguous(), None
+    (q, q_full), (k, k_full), (v, v_full) = (split(x, heads, kept) for x in (query, key, value))
+    out = run(module, mechanism, q, k, v, attention_mask, scaling, cached)
+    if cached is not None:
+        k_full, v_full = cached.append(k_full, v_full)
+    full = attend_fully(q_full, k_full, v_full, attention_mask, scaling, dropout, mechanism.options.causal, {})
+    return joined(out, full, heads, kept).transpose(1, 2).contiguous(), None
+
+
+def run(
+    module: nn.Module, mechanism: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: Any, cached
+) -> Tensor:
+    """The mechanism on its heads, (B, H, n, d); with a cache it goes on from the state there."""
     own_scale = mechanism.options.softmax_scale
     if scaling is not None and scaling != own_scale:
-        query = query * (scaling / own_scale)  # (B, H, n, d)
-    cached = getattr(key, "_subquad_cache", None)
+        q = q * (scaling / own_scale)  # (B, H, n, d)
     if cached is not None:
-        out = cached.extend(mechanism, query, key, value, attention_mask)
+        out = cached.extend(mechanism, q, k, v, mask)
     else:
-        if query.shape[2] != key.shape[2]:
+        if q.shape[2] != k.shape[2]:
             raise ValueError(
-                f"{type(module).__name__}: {query.shape[2]} queries came with {key.shape[2]} keys, and "
+                f"{type(module).__name__}: {q.shape[2]} queries came with {k.shape[2]} keys, and "
                 f"{mechanism.name} cannot go on from a cache of keys: pass use_cache=False, or no cache of your own"
             )
-        out = mechanism(query, key, value, key_mask=attention_mask)
+        out = mechanism(q, k, v, key_mask=mask)
     for watcher in () if torch.compiler.is_compiling() else _watchers.get():  # a graph is not watched
-        watcher(module, mechanism, query, key, value, attention_mask, out)
-    return out.transpose(1, 2).contiguous(), None
+        watcher(module, mechanism, q, k, v, mask, out)
+    return out
 
 
 def refuse(

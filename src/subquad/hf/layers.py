@@ -15,6 +15,7 @@ class Layer(NamedTuple):
     name: str  # inside the model
     module: nn.Module
     num_heads: int
+    key_heads: int  # fewer where query heads share them
     head_dim: int
     causal: bool
     cross: bool
@@ -82,12 +83,13 @@ def _describe(model: PreTrainedModel, name: str, module: nn.Module) -> Layer:
     width = _first(module, ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim"))
     if not heads or not width:
         raise ValueError(f"{name} ({type(module).__name__}): the number or the width of its heads was not found")
+    key_heads = _first(module, ("num_key_value_heads",)) or _first(config, ("num_key_value_heads",)) or heads
     kind = type(module).__name__.lower()
     last = name.rpartition(".")[2].lower()
     cross = bool(getattr(module, "is_cross_attention", False)) or "cross" in kind
     cross = cross or last in ("encoder_attn", "encdecattention", "crossattention", "cross_attn", "cross_attention")
     causal = bool(getattr(module, "is_causal", False)) and not cross
-    return Layer(name, module, heads, width, causal, cross, _dropout(module))
+    return Layer(name, module, heads, key_heads, width, causal, cross, _dropout(module))
 
 
 def _dropout(module: nn.Module) -> float:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from subquad.hf.fitting import body
+from subquad.hf.layers import attention_layers
+from subquad.hf.naming import NAME
 from subquad.hf.original import original
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -29,6 +31,7 @@ class Result(NamedTuple):
     found: float  # share of tries
     loss: float  # mean loss of the number's tokens, nats
     distance: int  # tokens between the number and the question
+    digits: float  # share of the number's tokens that are the likeliest one
 
 
 def passkey(
@@ -46,13 +49,13 @@ def passkey(
     results = []
     for depth in depths:
         draw = torch.Generator().manual_seed(seed)  # the same numbers at every depth
-        found, losses, distance = 0, 0.0, 0
+        found, losses, digits, distance = 0, 0.0, 0.0, 0
         for _ in range(tries):
             key = str(int(torch.randint(10000, 100000, (), generator=draw)))
             ids, answer, distance = hide(tokenizer, key, n, depth)
-            right, loss = ask(model, ids, answer, full=full)
-            found, losses = found + right, losses + loss
-        results.append(Result(depth, found / tries, losses / tries, distance))
+            share, loss = ask(model, ids, answer, full=full)
+            found, digits, losses = found + (share == 1), digits + share, losses + loss
+        results.append(Result(depth, found / tries, losses / tries, distance, digits / tries))
         if tell:
             tell(results[-1])
     return results
@@ -76,12 +79,41 @@ def hide(tokenizer: Any, key: str, n: int, depth: float) -> tuple[Tensor, int, i
 
 
 @torch.no_grad()
-def ask(model: Any, ids: Tensor, answer: int, *, full: bool = False) -> tuple[bool, float]:
-    """Is every token of the number the likeliest one, and their mean loss."""
+def looking_heads(model: Any, tokenizer: Any, n: int, depth: float = 0.1, seed: int = 0) -> Tensor:
+    """Who looks the number up, (layers, key/value heads): the attention that the number's tokens get while it is
+    answered, of the query head of each key/value head that gives most. `model` must not be converted.
+    """
+    if getattr(model.config, NAME, None):
+        raise ValueError("the model is converted: its heads are those of the original, so pass the original")
+    draw = torch.Generator().manual_seed(seed)
+    ids, answer, _ = hide(tokenizer, str(int(torch.randint(10000, 100000, (), generator=draw))), n, depth)
+    said = torch.isin(ids[0, :-answer], ids[0, -answer:])  # (n - answer,)
+    found = []
+
+    def note(module: Any, args: Any, out: Any) -> None:
+        looks = out[1][0, :, -answer - 1 : -1, :-answer][..., said]  # (H, answer, tokens of the number)
+        found.append(looks.sum(-1).mean(-1))
+
+    layers = attention_layers(model)
+    handles = [layer.module.register_forward_hook(note) for layer in layers]
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # the only one that returns weights
+    try:
+        body(model.eval())(input_ids=ids, use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+        for handle in handles:
+            handle.remove()
+    return torch.stack(found).unflatten(1, (layers[0].key_heads, -1)).amax(-1)
+
+
+@torch.no_grad()
+def ask(model: Any, ids: Tensor, answer: int, *, full: bool = False) -> tuple[float, float]:
+    """The share of the number's tokens that are the likeliest one, and their mean loss."""
     model.eval()
     with original(model) if full else nullcontext():
         hidden = body(model)(input_ids=ids, use_cache=False).last_hidden_state[:, -answer - 1 : -1]
     logits = model.get_output_embeddings()(hidden)[0].float()  # (answer, V)
     wanted = ids[0, -answer:]
     loss = torch.nn.functional.cross_entropy(logits, wanted)
-    return bool((logits.argmax(-1) == wanted).all()), loss.item()
+    return (logits.argmax(-1) == wanted).double().mean().item(), loss.item()

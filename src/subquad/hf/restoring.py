@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from subquad.hf.conversion import attach, make, use_interface
+from subquad.hf.heads import KEPT
 from subquad.hf.layers import attention_layers
 from subquad.hf.naming import NAME
 
@@ -39,6 +40,6 @@ def restore(model: PreTrainedModel) -> None:
         if layer is None or getattr(layer.module, NAME, None) is not None:
             continue  # an outer model: the inner one has made it
         with torch.device("cpu"):  # also while everything else waits on the meta device for its weights
-            attach(layer.module, make(layer, choice["attention"], choice["options"]))
+            attach(layer.module, make(layer, choice["attention"], choice["options"], choice.get(KEPT, ())))
     if any(getattr(layer.module, NAME, None) is not None for layer in layers.values()):
         use_interface(model)

@@ -174,7 +174,7 @@ def page(result: dict[str, Any]) -> str:
     titles = {
         "losses": f"Loss beyond token {BEYOND}, nats: full attention, and what the others are above it",
         "speeds": "Converted against original",
-        "passkeys": "Hidden numbers that are found, and the loss of their tokens",
+        "passkeys": "Hidden numbers that are found, the share of their digits, and the loss of these",
     }
     parts = [f"## {result['model']}"]
     for kind, title in titles.items():

@@ -71,16 +71,20 @@ def speeds(result: Result) -> str:
 
 
 def passkeys(result: Result) -> str:
-    """Which share of the hidden numbers is found, by distance, and the loss of their tokens."""
+    """Which share of the hidden numbers is found, by distance, which share of their digits, and the loss of these."""
     rows = result["passkeys"]
     places = sorted({(row["n"], row["distance"]) for row in rows})
     found = {(row["attention"], row["n"], row["distance"]): row for row in rows}
     lines = []
     for name in _of(rows, "attention"):
         cells = (found.get((name, *place)) for place in places)
-        shown = ("" if one is None else f"{one['found']:.0%} ({one['loss']:.2f})" for one in cells)
+        shown = ("" if one is None else f"{one['found']:.0%}{_digits(one)} ({one['loss']:.2f})" for one in cells)
         lines.append([_name(name), *shown])
     return markdown(["number said, tokens back", *(f"{distance:,} of {n:,}" for n, distance in places)], lines)
+
+
+def _digits(one: Result) -> str:
+    return f", {one['digits']:.0%}" if "digits" in one else ""
 
 
 def _name(attention: str) -> str:

@@ -29,12 +29,12 @@ def start(
             f"{name}: streaming needs sizes that do not follow the length of a call: give {module.open_size} or "
             "max_length when the mechanism is made"
         )
-    for label, value, least in (("batch_size", batch_size, 1), ("rollback", rollback, 0)):
+    for label, value, smallest in (("batch_size", batch_size, 1), ("rollback", rollback, 0)):
         if label == "rollback" and value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < smallest:
             also = ", or None to keep all tokens" if label == "rollback" else ""
-            raise ValueError(f"{label} must be an integer ≥ {least}{also}, not {value!r}")
+            raise ValueError(f"{label} must be an integer ≥ {smallest}{also}, not {value!r}")
     like = next((p for p in module.parameters() if p.is_floating_point()), None)
     device = device if device is not None else torch.device("cpu") if like is None else like.device
     dtype = dtype if dtype is not None else torch.get_default_dtype() if like is None else like.dtype
