@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from subquad.attention.base import draw_seed
 from subquad.attention.registry import attention as make_attention
 from subquad.attention.states import State
-from subquad.kernels.affine import Linear, affine
+from subquad.kernels.affine import affine
 from subquad.packing import Packing, attend_packed, packing_of
 
 QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
@@ -142,7 +142,7 @@ class MultiheadAttention(nn.Module):
         }
         for name, shape in shapes.items():
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
-        self.out_proj = Linear(q, e, bias=bias, **factory)
+        self.out_proj = nn.Linear(q, e, bias=bias, **factory)
         for name, shape in shapes.items():  # torch's initialisation
             if shape is not None and name != "in_proj_bias":
                 nn.init.xavier_uniform_(getattr(self, name))

@@ -24,13 +24,6 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _Affine.apply(x, weight, bias) if _pays(x, weight, bias) else F.linear(x, weight, bias)
 
 
-class Linear(nn.Linear):
-    """`nn.Linear` with `affine` inside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return affine(x, self.weight, self.bias)
-
-
 class _Affine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
