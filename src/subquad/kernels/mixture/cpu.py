@@ -39,13 +39,13 @@ class Chosen:
 
 def forward(chosen: Chosen, q, tokens, keys, values, exists, alive, parts: list[slice], scale: float):
     """The mean (B, H, n, d), all o_m (M, B, H, n, d) and l_m (M, B, H, n)."""
-    q, (k, v) = _ready(q), [_ready(x) for x in tokens]
-    before = walk.forward(chosen.shared, q, [k], [v], exists, scale)
+    q, shared = _ready(q), [_ready(x) for x in tokens]
+    before = walk.forward(chosen.shared, q, shared[:1], shared[1:], exists, scale)
     outs = walk.fresh(q, chosen.shared, len(parts))
     lses = q.new_full(outs.shape[:-1], -torch.inf)
     for m, part in enumerate(parts):
-        own = [[_ready(x) for x in xs[part]] for xs in (keys, values)]
-        walk.forward(chosen.own[m], q, *own, alive[part], scale, before=before, into=(outs[m], lses[m]))
+        k, v = ([_ready(x) for x in xs[part]] for xs in (keys, values))
+        walk.forward(chosen.own[m], q, k, v, alive[part], scale, before=before, into=(outs[m], lses[m]))
     out = torch.lerp(outs[0], outs[1], 0.5) if len(parts) == 2 else outs.mean(0)
     return out, outs, lses
 
@@ -54,21 +54,21 @@ def backward(
     chosen: Chosen, grad, q, tokens, keys, values, exists, alive, outs, lses, parts: list[slice], scale: float
 ) -> list[Tensor]:
     """Gradients of q, the tokens' k and v, all keys, all values."""
-    grad, q, (k, v), count = _ready(grad), _ready(q), [_ready(x) for x in tokens], math.log(len(parts))
+    grad, q, shared, count = _ready(grad), _ready(q), [_ready(x) for x in tokens], math.log(len(parts))
     deltas = torch.zeros_like(lses)  # dout·o_m
     dq: Tensor | None = None
     dkeys: list[Tensor] = []
     dvalues: list[Tensor] = []
     for m, part in enumerate(parts):
-        own = [[_ready(x) for x in xs[part]] for xs in (keys, values)]
+        k, v = ([_ready(x) for x in xs[part]] for xs in (keys, values))
         about: dict[str, Any] = {"deltas": walk.Deltas(deltas[m], WANTED), "onto": dq}
-        found = walk.backward(chosen.own[m], grad, q, *own, outs[m], lses[m] + count, alive[part], scale, **about)
-        dq, size = found[0], len(own[0])
+        found = walk.backward(chosen.own[m], grad, q, k, v, outs[m], lses[m] + count, alive[part], scale, **about)
+        dq, size = found[0], len(k)
         dkeys += found[1 : 1 + size]
         dvalues += found[1 + size :]
     finite = lses.masked_fill(lses == -torch.inf, 0)  # where no key is, nothing is shared either
     total = -torch.logsumexp(-finite, 0)  # (B, H, n)
     delta = ((total - finite).exp_() * deltas).sum(0)  # dout·o' = Σ_m exp(l' - l_m) dout·o_m
     about = {"deltas": walk.Deltas(delta), "onto": dq}
-    dq, dk, dv = walk.backward(chosen.shared, grad, q, [k], [v], q, total + count, exists, scale, **about)
-    return [dq, dk, dv, *dkeys, *dvalues]
+    found = walk.backward(chosen.shared, grad, q, shared[:1], shared[1:], q, total + count, exists, scale, **about)
+    return [*found, *dkeys, *dvalues]
