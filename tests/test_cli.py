@@ -28,7 +28,7 @@ from subquad.cli.terminal import coarse, draw
 from subquad.cli.train import show as show_training
 from subquad.core import declarations
 from subquad.core.options import fields
-from subquad.core.source_options import options_class
+from subquad.core.source_options import keys, options_class
 from subquad.plots import COLOURS
 from subquad.supports.support import constant_of_graphs
 
@@ -208,6 +208,7 @@ def test_numbers_are_written_for_people():
         ("compare needle --attention ,", "--attention ',' has an empty entry"),
         ("show fixed:w=1,,", "spec 'fixed:w=1,,' has an empty option"),
         ("prove star --n 4 --delta abc", "delta must be a fraction such as 1/2 or 0.5, not 'abc'"),
+        ("prove star --n 400", "the grid has n/δ^(dn) = about 10^123 columns, and at most 4,000 can be verified"),
         ("show xyzzy", "unknown attention 'xyzzy' (`subquad list` shows all"),
         ("show fixd", "(`subquad list` shows all"),
         ("tasks xyzzy", "unknown task 'xyzzy' (`subquad tasks` shows all"),
@@ -274,7 +275,7 @@ AT_ONCE = ("--help", "list", "--version", "", "list --json", "tasks", "lst", "--
            "bench full sbm:sampler=none --n 64", "plot linear:no=1", "analyze strided --w 0", "analyze star --n 1",
            "prove star --delta 0", "train needle --set stpes=3", "train lm-words --set rare=-1",
            "compare needle --attention full --set steps=x", "compare needle --attention full --rates x",
-           "study nothing")  # fmt: skip
+           "study nothing", "train needle --recipe big", "compare lra --attention full --recipe big")  # fmt: skip
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -358,6 +359,9 @@ def test_settings_read_from_the_source_are_those_of_the_task():
     told = {name: fields(each) for name, each in found.items() if each is not None}
     assert told == {name: fields(type(classes[name].recipes["small"])) for name in told}
     assert {"needle", "listops", "text", "image", "lm-bytes", "translation"} <= set(told), "some are computed, few"
+    names = {name: keys(f"{cls.__module__}:{cls.__qualname__}", "recipes") for name, cls in classes.items()}
+    assert all(given is None or given == list(classes[name].recipes) for name, given in names.items())
+    assert {"needle", "listops", "text", "image", "lm-bytes", "translation"} <= {n for n in names if names[n]}
 
 
 def test_importing_the_mechanisms_does_not_import_the_compiler():

@@ -6,6 +6,10 @@ from torch._dynamo.testing import CompileCounter
 
 import subquad
 from subquad.attention.registry import mechanism
+from subquad.kernels.edges import EdgeList, rows_of
+from subquad.kernels.tables import most_named, named_keys
+from subquad.supports.drawn import Random
+from subquad.supports.patterns import Logsparse, Strided
 from subquad.testing.case import Case, close
 from subquad.testing.streaming import make, stream
 
@@ -22,7 +26,6 @@ OTHERS = [  # kinds of states and keys that the first examples do not have
     Case("combiner-mixture", True, {"plans": ("fixed", "axial-rowmajor"), "cols": 5}),
     Case("composite-slice:slice_length=4,levels=3,composition=global-local,pool=linear", True),
     Case("hca:window=3,rate=1", True),
-    Case("csa:window=5,rate=4,topk=3", True),
     Case("sbm:self_loops=true,window=5", True),
 ]
 
@@ -120,3 +123,45 @@ def test_without_a_greatest_length_the_room_is_that_of_the_buffers():
     assert all(torch.equal(x, state.buffers[name]) for name, x in before.items()), "an error has changed the state"
     y, _ = torch.compile(module.extend, backend="eager")(*(x[:, :, room : room + 1] for x in xs), state.reserve(600))
     close(y, whole[:, :, room : room + 1], 1e-9, "with more room")
+
+
+@torch.no_grad()
+def test_a_state_that_is_to_be_recomputed_needs_an_eager_step():
+    case = Case("combiner-fixed:span=4", True)
+    module, xs = make(case, longest=200), case.inputs(120)
+    state = stream(case, module, xs, (120,), rollback=None)[1].crop(9)
+    step = torch.compile(module.extend, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="extend it eagerly once"):
+        step(*(x[:, :, 9:10] for x in xs), state)
+    _, state = module.extend(*(x[:, :, 9:10] for x in xs), state)
+    y, _ = step(*(x[:, :, 10:11] for x in xs), state.reserve(40))
+    close(y, module(*(x[:, :, :11] for x in xs))[:, :, 10:], 1e-9, "after that step")
+
+
+# ---- the operators behind it --------------------------------------------------------------------------------
+
+
+def test_rows_of_an_edge_list():
+    """A few rows of every graph, in any order, one of them behind the last."""
+    seen = torch.rand(3, 6, 9, generator=torch.Generator().manual_seed(0)) < 0.4
+    row = torch.tensor([[4, 0], [6, 5], [2, 2]])
+    found = rows_of(EdgeList.from_mask(seen), row)
+    padded = torch.nn.functional.pad(seen, (0, 0, 0, 1))  # row 6 has no edge
+    assert torch.equal(found.to_mask(), padded.gather(1, row[..., None].expand(3, 2, 9)))
+    edges = EdgeList.from_mask(seen)
+    result = torch.library.opcheck(torch.ops.subquad.edge_rows.default, (edges.indptr, edges.indices, row))
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("pattern", [Logsparse(causal=True), Strided(causal=True, w=4), Random(causal=True, seed=3)])
+def test_named_keys_are_those_of_the_mask(pattern):
+    n, families = 40, tuple(range(pattern.families))
+    position, width = torch.tensor([[0, 7, 31], [39, 8, 16]]), most_named(pattern.text, families, n)
+    named = torch.ops.subquad.named_keys(position, pattern.text, list(families), width)  # (2, families, 3, width)
+    assert torch.equal(named[..., : (few := named_keys(position, pattern, families, n)).shape[-1]], few)
+    listed = torch.zeros(*named.shape[:3], n + 1, dtype=torch.bool)
+    listed = listed.scatter(3, torch.where(named < 0, n, named), True)[..., :n]
+    masks = torch.stack([pattern.mask(n, family) for family in families])  # (families, n, n)
+    assert torch.equal(listed, masks[:, position].transpose(0, 1))
+    arguments = (position, pattern.text, list(families), width)
+    assert set(torch.library.opcheck(torch.ops.subquad.named_keys.default, arguments).values()) == {"SUCCESS"}

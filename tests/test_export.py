@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from small_models import config, inputs
+from small_models import FIVE, config, inputs
 from subquad.models import HEADS
 
 
@@ -136,3 +138,74 @@ def test_a_traced_graph_refuses_a_packed_batch():
             )
         with pytest.raises(RuntimeError, match="position_ids restart at 0"):
             graph(**{**given, "position_ids": several})
+
+
+def step_inputs(ids, cache, states=None):
+    """What a decode step is given: of a translator also the encoder's states."""
+    if states is None:
+        return {"input_ids": ids, "past_key_values": cache}
+    return {"decoder_input_ids": ids, "encoder_outputs": states, "past_key_values": cache}
+
+
+@pytest.mark.parametrize(
+    ("head", "spec"), [*(("causal-lm", spec) for spec in FIVE), ("seq2seq", "combiner-fixed:span=4")]
+)
+def test_one_exported_step_writes_a_whole_text(head, spec, tmp_path, monkeypatch):
+    """A program takes the cache that it returned, past the length that it was traced at, and survives saving."""
+    monkeypatch.setattr(logging.getLogger("torch._export.serde.serialize"), "disabled", True)  # its message is broken
+    torch.manual_seed(0)
+    model = HEADS[head](config(attention=spec, num_hidden_layers=1, evaluation_seed=3)).eval()
+    given = inputs(head)
+    given["attention_mask"][0, :5] = 0  # rows of unequal lengths
+    translates = head == "seq2seq"
+    given = {**given, "decoder_input_ids": torch.ones(2, 1, dtype=torch.long)} if translates else given
+    token = torch.tensor([[4], [5]])
+    with torch.no_grad():
+        begun = model(**given, use_cache=True)
+        states = (begun.encoder_last_hidden_state,) if translates else None
+        cache, twin = copy.deepcopy(begun.past_key_values), begun.past_key_values
+        own = cache.self_attention_cache if translates else cache
+        own.reserve(24)
+        program = torch.export.export(model, (), step_inputs(token, cache, states), strict=False)
+        if spec == "full":
+            torch.export.save(program, tmp_path / "step.pt2")
+            program = torch.export.load(tmp_path / "step.pt2")
+        step = program.module()
+        cache = copy.deepcopy(cache)  # tracing leaves the one it is given alone; a step writes into it
+        for _ in range(6):
+            output = step(**step_inputs(token, cache, states))
+            expected = model(**step_inputs(token, twin, states))
+            torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-5)
+            cache, twin, token = output.past_key_values, expected.past_key_values, output.logits[:, -1:].argmax(-1)
+        assert cache.get_seq_length() == twin.get_seq_length() == (7 if translates else 18)
+        output = model(**step_inputs(token, cache, states))  # the model itself goes on from it, too
+        torch.testing.assert_close(output.logits, model(**step_inputs(token, twin, states)).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # the exporter imports it
+@pytest.mark.parametrize(("head", "dynamic"), [("causal-lm", True), ("seq2seq", False)])
+def test_prefill_and_decode_of_the_exporter_of_transformers(head, dynamic):
+    """It takes the calls of `generate` apart; their caches go through its hands, and come back from the graphs."""
+    exporters = pytest.importorskip("transformers.exporters")
+    utils = pytest.importorskip("transformers.exporters.utils")
+    model = HEADS[head](config(attention="longformer:window=4", num_hidden_layers=1, eos_token_id=None)).eval()
+    given = {name: x for name, x in inputs(head).items() if not name.startswith("decoder")}
+    for name, (part, taken) in utils.decompose_for_generation(model, given).items():
+        program = exporters.DynamoExporter().export(part, taken, config=exporters.DynamoConfig(dynamic=dynamic))
+        with torch.no_grad():
+            got, expected = (call(**copy.deepcopy(taken)) for call in (program.module(), part))
+        torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-5, msg=name)
+        assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+
+
+def test_a_cache_that_cannot_be_exported_says_so():
+    """A state that is to be computed again has nothing to go on from."""
+    model = HEADS["causal-lm"](
+        config(attention="local:window=4", num_hidden_layers=1, max_position_embeddings=256)
+    ).eval()
+    with torch.no_grad():
+        cache = model(torch.ones(2, 200, dtype=torch.long), use_cache=True).past_key_values
+        cache.crop(-150)
+        with pytest.raises(ValueError, match="taken back"):
+            step = {"input_ids": torch.tensor([[4], [5]]), "past_key_values": cache}
+            torch.export.export(model, (), step, strict=False)

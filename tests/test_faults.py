@@ -1,6 +1,9 @@
 """Faults: kills at any moment, every file damaged in five ways, two starts at once, full disks, dead processes.
 
-The result is equal, or one clear line says what is wrong: never silently different numbers.
+The result is equal, or one clear line says what is wrong: never silently different numbers. Other faults have their
+tests where they belong: padding that a mechanism forgets in test_testing.py, threads and forked workers in
+test_parallel.py, NaN in the contract and scores of 1e30 in test_routing.py, damaged and malicious archives in
+test_data_files.py.
 """
 
 from __future__ import annotations

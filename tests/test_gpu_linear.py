@@ -34,16 +34,22 @@ def check(count, n, features, width, scaled, normalise):
         torch.testing.assert_close(one, exact[0].float(), rtol=1e-5, atol=1e-5, msg=lambda m, x=name: f"{x}: {m}")
 
 
+@pytest.fixture(params=["ieee", "tf32"])
+def precision(request, monkeypatch):
+    """Features in blocks or as one matrix; the interpreter multiplies float32 in both."""
+    monkeypatch.setattr(devices, "precision", lambda x: request.param)
+
+
 @pytest.mark.parametrize("scaled, normalise", [(False, True), (True, True), (True, False)])
-def test_the_walk_equals_the_formula(scaled, normalise):
-    """Two chunks and a part of one, features and values whose widths are no powers of 2, two blocks of columns."""
+def test_the_walk_equals_the_formula(scaled, normalise, precision):
+    """Chunks and a part of one, features and values whose widths are no powers of 2, two blocks of columns."""
     check(2, 71, 20, 40, scaled, normalise)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 200])
 @pytest.mark.parametrize("features, width", [(1, 1), (16, 16), (64, 32), (130, 65)])
-def test_the_walk_equals_the_formula_at_other_sizes(n, features, width):
+def test_the_walk_equals_the_formula_at_other_sizes(n, features, width, precision):
     for scaled in (False, True):
         check(1, n, features, width, scaled, normalise=True)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +84,14 @@ def test_the_model_of_the_time():
     assert gpu_time.predicted(gpu, 1e10, 1, 0, 1, 50, 0.5) == pytest.approx(4.0)
     pairs, rows, launches = gpu_time.visited("longformer:window=64", 1024, 64)
     assert 1024 * 33 <= pairs < 1024 * 1024 / 2 and rows > 4096 and launches == 1
+
+
+def test_the_page_has_the_tables_of_the_builds():
+    """docs/gpu-build.json is what `subquad study gpu-build --json docs/gpu-build.json` wrote."""
+    docs = Path(__file__).parents[1] / "docs"
+    found = gpu_build.read(docs / "gpu-build.json")
+    assert gpu_build.markdown(found) in (docs / "gpu.md").read_text(encoding="utf-8")
+    assert not any(row.stack for row in found)
 
 
 @pytest.mark.slow

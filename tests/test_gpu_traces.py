@@ -7,11 +7,15 @@ which is not the CPU either; the operators themselves are traced backward on "cu
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import nullcontext
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import subquad
@@ -139,45 +143,59 @@ def test_the_backward_pass_of_a_model_stays_on_the_device(head, no_autocast):
 
 
 class Captured(Exception):
-    """The graph is there; it is not run, because a list of edges without contents has no length."""
+    """The graphs are there; they are not run where a list of edges without contents would have no length."""
 
 
-def capture(call) -> list[Tensor]:
-    """What the one graph of a call returns; fullgraph=True raises where a second graph would begin."""
-    graphs = []
+def capture(call) -> tuple[list[GraphModule], list[GraphModule]]:
+    """The graphs of the forward and of the backward pass; fullgraph=True raises where a second graph would begin."""
+    forward, backward = [], []
 
-    def backend(graph, inputs):
+    def forwards(graph, inputs):
         def run(*args):
-            raise Captured
+            try:
+                return graph(*args)
+            except RuntimeError as problem:
+                raise Captured from problem
 
-        graphs.append(graph)
-        return run
+        forward.append(graph)
+        return make_boxed_func(run)
 
-    try:
-        with torch.no_grad(), pytest.raises(Captured):
-            torch.compile(call, fullgraph=True, backend=backend)()
-    finally:
-        torch.compiler.reset()
-    assert len(graphs) == 1
-    (output,) = (node for node in graphs[0].graph.nodes if node.op == "output")
-    return [node.meta["example_value"] for node in output.args[0]]
+    def backwards(graph, inputs):
+        backward.append(graph)
+        return make_boxed_func(graph)
+
+    with contextlib.suppress(Captured):
+        backend = aot_autograd(fw_compiler=forwards, bw_compiler=backwards)
+        out = torch.compile(call, fullgraph=True, backend=backend)()
+        out.backward(torch.empty_like(out))
+    torch.compiler.reset()
+    return forward, backward
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.slow] if x == "h-transformer-1d" else []) for x in subquad.available()],
-)
+def check_graphs(call, parameters: list[Tensor], shape: tuple[int, ...]) -> None:
+    """One graph forward, which gives the output (maybe behind new statistics), and one backward, for gradients."""
+    (forward,), (backward,) = capture(call)
+    assert any(tuple(x.shape) == shape and x.device.type == "meta" for x in results(forward))
+    grads = [tuple(g.shape) for g in results(backward)]
+    assert len(grads) > 1 and set(grads) <= {tuple(p.shape) for p in parameters}
+
+
+def results(graph: GraphModule) -> list[Tensor]:
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    return [node.meta["val"] for node in output.args[0] if node is not None and isinstance(node.meta["val"], Tensor)]
+
+
+@pytest.mark.parametrize("name", subquad.available())
 def test_a_compiled_layer_is_one_graph(name, no_autocast):
     """Also where the number of edges is open: it is a symbol of the graph."""
     about = {"causal": directions(name)[0], "max_length": 128, "batch_first": True, **mechanism(name).examples[0]}
     layer = on_fake_gpu(subquad.MultiheadAttention(WIDTH, 4, attention=name, **about), "meta")
-    x = torch.empty(2, N, WIDTH, device="meta")
-    out, *_ = capture(lambda: layer(x, x, x, need_weights=False)[0])
-    assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+    x = torch.empty(2, N, WIDTH, device="meta", requires_grad=True)
+    check_graphs(lambda: layer(x, x, x, need_weights=False)[0], [x, *layer.parameters()], (2, N, WIDTH))
 
 
 @pytest.mark.parametrize("head", sorted(HEADS))
 def test_a_compiled_model_is_one_graph(head, no_autocast):
     model = on_fake_gpu(make_model(head), "meta")
-    logits, *_ = capture(lambda: logits_of(model, head, "meta"))
-    assert logits.shape[0] == 2 and logits.device.type == "meta"
+    shape = tuple(logits_of(model, head, "meta").shape)
+    check_graphs(lambda: logits_of(model, head, "meta"), list(model.parameters()), shape)

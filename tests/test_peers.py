@@ -125,6 +125,7 @@ def test_padding_changes_the_output_of_linformer_and_not_of_ours():
 
 
 def nystrom_pair(iterations: int):
+    torch.manual_seed(0)
     theirs = package("nystrom_attention").NystromAttention(
         16, dim_head=8, heads=2, num_landmarks=8, pinv_iterations=iterations
     )
@@ -136,7 +137,7 @@ def nystrom_pair(iterations: int):
 
 
 def test_nystrom_agrees_on_shared_weights():
-    ours, theirs = nystrom_pair(20)  # until both pseudo-inverses have arrived: they start from other norms
+    ours, theirs = nystrom_pair(30)  # until both pseudo-inverses have arrived: they start from other norms
     x = tokens(64).double()  # an inverse that is not rounded to death: ours is computed in float64 in any case
     close(run(ours.double(), x), theirs.double()(x), **ABOUT)
 

@@ -544,11 +544,11 @@ def test_exploration_only_in_training_and_the_sampler_reports_what_it_did():
         a.mlp["weight2"].zero_()
         a.mlp["bias2"].copy_(-4 * a.clusters.mean(1, keepdim=True))
         a.clusters.copy_(a.clusters.mean(1, keepdim=True).expand_as(a.clusters))
-        a.mlp["bias2"].mul_(2 / (a.clusters[:, :1] * a.mlp["bias2"]).sum(-1, keepdim=True).abs())  # p = sigmoid(-2)²
+        a.mlp["bias2"].mul_(3 / (a.clusters[:, :1] * a.mlp["bias2"]).sum(-1, keepdim=True).abs())  # p = sigmoid(-3)²
     _, record = a.train().observe(*xs)
     assert abs(record.density.mean() - 0.5) < 0.05 and record.path == "dense"
     _, record = a.eval().observe(*xs)
-    p = 1 / (1 + math.exp(2))
+    p = 1 / (1 + math.exp(3))
     assert abs(record.density.mean() - p * p) < 0.005 and record.path == "edges"
     report = statistics(sample(*a.memberships(*xs[:2]), SEED, None, a.rules(False, 2.0)))
     assert report["dense_rows"] == 0 and report["proposals"] >= report["edges"] > 0

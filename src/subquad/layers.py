@@ -6,12 +6,12 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import draw_seed
 from subquad.attention.registry import attention as make_attention
 from subquad.attention.states import State
+from subquad.kernels.affine import Linear, affine
 from subquad.packing import Packing, attend_packed, packing_of
 
 QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
@@ -37,7 +37,7 @@ class Projections:
     def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All three; self-attention takes one matrix product."""
         if query is key and key is value and self.layer.in_proj_weight is not None:
-            mixed = F.linear(query, self.layer.in_proj_weight, self.layer.in_proj_bias)  # (B, n, 3E)
+            mixed = affine(query, self.layer.in_proj_weight, self.layer.in_proj_bias)  # (B, n, 3E)
             q, k, v = (self._split(x) for x in mixed.chunk(3, -1))
             return q, k, v
         return self.queries(query), self.keys(key), self.values(value)
@@ -49,7 +49,7 @@ class Projections:
             weight: Any = layer.in_proj_weight[rows]
         else:
             weight = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)[which]
-        return self._split(F.linear(x, weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]))
+        return self._split(affine(x, weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.layer.head_dim)).transpose(1, 2)  # (B, H, n, d)
@@ -142,7 +142,7 @@ class MultiheadAttention(nn.Module):
         }
         for name, shape in shapes.items():
             self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape, **factory)))
-        self.out_proj = nn.Linear(q, e, bias=bias, **factory)
+        self.out_proj = Linear(q, e, bias=bias, **factory)
         for name, shape in shapes.items():  # torch's initialisation
             if shape is not None and name != "in_proj_bias":
                 nn.init.xavier_uniform_(getattr(self, name))

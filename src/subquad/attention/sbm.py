@@ -106,7 +106,9 @@ class Sbm(Attention):
 
     def _nodes(self, x: Tensor, c: Tensor) -> Tensor:
         w1, w2, b1, b2 = (self.mlp[name].to(x.dtype) for name in ("weight1", "weight2", "bias1", "bias2"))
-        return ((F.relu(x @ w1 + b1) @ w2 + b2) @ c.mT).sigmoid_()  # (B, H, n, k); in place: it is the largest
+        hidden = (x @ w1).add_(b1).relu_()  # (B, H, n, d)
+        into, shift = w2 @ c.mT, b2 @ c.mT  # (H, d, k), (H, 1, k): the second layer and the clusters in one product
+        return (hidden @ into).add_(shift).sigmoid_()  # (B, H, n, k); in place: it is the largest
 
     def rules(self, training: bool, crossover: float) -> Rules:
         o = self.options

@@ -58,7 +58,7 @@ def compare(
     for spec in specs:  # what is wrong is refused at once, before torch is imported
         check_name(spec)
     for name in names:
-        check_settings(name, chosen)
+        check_settings(name, chosen, recipe)
     from subquad.training.quiet import quiet
 
     quiet()

@@ -63,7 +63,7 @@ def train(
     """
     specs = split_attention(attention)
     check_name(attention)
-    check_settings(task, settings or ())
+    check_settings(task, settings or (), recipe)
     run = make_run(task, specs, recipe, settings, seed, folder, data)
     from subquad.training.run import main_process
     from subquad.training.run import train as start

@@ -29,6 +29,31 @@ def options_class(entry: str, attribute: str) -> type[Checked] | None:
         return None
 
 
+def keys(entry: str, attribute: str) -> list[str] | None:
+    """The keys of the dict that "module:Class" has as `attribute`, as recipes; None where the text does not tell."""
+    module, _, cls = entry.partition(":")
+    try:
+        return _keys(module, class_definition(module, cls), attribute)
+    except (Unreadable, NameError, TypeError, AttributeError):
+        return None
+
+
+def _keys(module: str, definition: ast.ClassDef, attribute: str) -> list[str]:
+    for name, value in attributes(definition):
+        if name == attribute:
+            if not isinstance(value, ast.Dict) or not value.keys:
+                raise Unreadable
+            found = [str(key.value) for key in value.keys if isinstance(key, ast.Constant)]
+            if len(found) < len(value.keys):  # {**others, …}
+                raise Unreadable
+            return found
+    for base in definition.bases:
+        if isinstance(base, ast.Name):
+            place, name = origin(module, base.id)
+            return _keys(place, class_definition(place, name), attribute)
+    raise Unreadable
+
+
 def _find(module: str, definition: ast.ClassDef, attribute: str) -> type[Checked]:
     for node in definition.body:
         if isinstance(node, ast.ClassDef) and node.name == attribute:

@@ -43,15 +43,13 @@ KINDS = {
 
 class Entry(NamedTuple):
     name: str
-    make: Callable[[Kind, int], Launch]  # with the head width
+    make: Callable[[Kind, int, bool], Launch]  # with the head width, and whether it is for AMD
     kinds: tuple[str, ...] = tuple(KINDS)
     multiplies: bool = True  # matrices, by the tensor cores
 
 
 MERGE: dict[str, dict[str, Any]] = {  # variants: constants of the kernel
     "": {},
-    ", mask": {"VALID": True},
-    ", dropout": {"DROP": True},
     ", mask, dropout, rules": {"VALID": True, "DROP": True, "RULES": 3},
 }
 EDGES: dict[str, dict[str, Any]] = {"": {}, ", mask, dropout": {"MASK": True, "DROP": True}}
@@ -71,12 +69,12 @@ def entries() -> Iterator[Entry]:
             yield Entry(f"linear {name}{variant}", partial(_walk, name, constants), ("float32", "TF32"))
 
 
-def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch:
+def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int, amd: bool) -> Launch:
     """Two sources, tokens and summaries: what a Combiner runs."""
     from subquad.kernels.merge import triton_tiles as tiles
     from subquad.kernels.merge.gpu import shapes
 
-    shape, pointer = shapes(width, kind.dtype, kind.precision)[kernel], f"*{kind.triton}"
+    shape, pointer = shapes(width, kind.dtype, kind.precision, amd)[kernel], f"*{kind.triton}"
     real = "*u8" if "VALID" in variant else pointer  # queries stand for a mask that is not there
     source = (pointer, "i64", "i64", "i64", pointer, "i64", "i64", "i64", real, "i32", "i32")
     tables = {name: "*i32" for name in ("spans", "tiles", "starts", "rectangles")}
@@ -113,9 +111,10 @@ def _merge(kernel: str, variant: dict[str, Any], kind: Kind, width: int) -> Laun
     return Launch(function, signature, constants, *shape[2:], f"{shape.queries}×{shape.keys}", options)
 
 
-def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch:
+def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int, amd: bool) -> Launch:
     """Lists of edges; the backward with the straight-through gradient of SBM."""
-    from subquad.kernels.edges import gpu, rows
+    from subquad.kernels.edges import gpu
+    from subquad.kernels.edges import triton_rows as rows
 
     kernels: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
         "edges forward": (rows.attention_rows, ("Out",), ("n", "m", "heads", "group", "graphs", "share"), {}),
@@ -141,7 +140,7 @@ def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch
     return Launch(function, given | whole | real, constants, 4, 3, f"1×{gpu.EDGES}", options)
 
 
-def _walk(name: str, variant: dict[str, Any], kind: Kind, width: int) -> Launch:
+def _walk(name: str, variant: dict[str, Any], kind: Kind, width: int, amd: bool) -> Launch:
     """As many features as the head is wide, and normalised."""
     from subquad.kernels.linear import gpu
     from subquad.kernels.linear.triton_walk import walk

@@ -47,6 +47,8 @@ OPERATORS = {
         Operator("linear", ("triton", "reference"), "prefix sums of φ(k)vᵀ"),
         Operator("clusters", ("reference",), "tokens sorted by cluster, in torch operators"),
         Operator("selected", ("reference",), "blocks chosen by their scores, in torch operators"),
+        Operator("compressed", ("reference",), "a window and entries of the past, in torch operators"),
+        Operator("runs", ("reference",), "blocks of queries to runs of keys, in torch operators"),
         Operator("maxima", ("reference",), "running maxima, in torch operators"),
     )
 }
@@ -127,6 +129,8 @@ def _problem(operator: str, impl: str, dtype: torch.dtype, width: int, dropout: 
 
 def _reason(operator: str, impl: str, dtype: torch.dtype, width: int, dropout: float) -> str:
     """Why "auto" has passed over the implementations before this one."""
+    if len(OPERATORS[operator].impls) == 1:
+        return "there is no other"
     before = OPERATORS[operator].impls[: OPERATORS[operator].impls.index(impl)]
     problems = [_problem(operator, other, dtype, width, dropout) for other in before]
     return "; ".join(dict.fromkeys(str(x) for x in problems)) or "the first choice"

@@ -184,7 +184,7 @@ class SubquadCache(DynamicCache):
         return lengths_of(self)
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` positions: an exported step writes into what there is, it allocates nothing."""
+        """Make room for rows of `length` positions: an exported step allocates nothing."""
         for layer in self.layers:
             layer.reserve(length)
 

@@ -7,6 +7,7 @@ occupancy that follows from registers and shared memory. Nothing here is a measu
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +64,7 @@ class Build:
     stack: int  # bytes; 0 = no spill
     matrix: int  # matrix instructions in the innermost loops of the machine code
     occupancy: float  # resident warps / possible warps
+    source: str  # what it was compiled from, hashed
 
 
 def add_to(app: typer.Typer) -> None:
@@ -73,22 +76,31 @@ def gpu_build(
     dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float16,bfloat16,float32,TF32",
     widths: Annotated[str, typer.Option(help="Head widths, comma-separated.")] = "64,128",
     kernels: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
-    json_: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file, and keep those that it has.")
+    ] = None,
 ) -> None:
     """Compile the Triton kernels for GPUs ahead of time and show what they use; no GPU is needed."""
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ValueError("TRITON_INTERPRET is set: kernels are interpreted then, not compiled; unset it")
     wanted = [_known(name, TARGETS, "targets") for name in targets.split(",")]
     kinds = [_known(name, KINDS, "dtypes") for name in dtypes.split(",")]
+    known = {} if json_ is None or not json_.exists() else {(r.target, r.source): r for r in read(json_)}
     rows: list[Build] = []
-    for job in jobs(kinds, [int(width) for width in widths.split(",")]):
+    for job in jobs(kinds, [int(width) for width in widths.split(",")], wanted):
         if kernels in job.kernel:
-            for target in wanted:
-                err().print(f"{job.kernel} {job.dtype} {job.width} {target}", style="dim", soft_wrap=True)
-                rows.append(build(job, target))
-                if json_ is not None:
-                    json_.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+            place = (job.target, job.source)
+            if place not in known:
+                err().print(f"{job.kernel} {job.dtype} {job.width} {job.target}", style="dim", soft_wrap=True)
+                known[place] = build(job)
+            rows.append(known[place])
+            if json_ is not None:
+                json_.write_text(json.dumps([asdict(row) for row in known.values()], indent=2) + "\n")
     out().print(markdown(rows), markup=False, soft_wrap=True)
+
+
+def read(path: Path) -> list[Build]:
+    return [Build(**row) for row in json.loads(path.read_text())]
 
 
 def _known(name: str, known: dict[str, Any], what: str) -> str:
@@ -105,6 +117,7 @@ class Job:
     function: Any
     dtype: str
     width: int
+    target: str
     signature: dict[str, Any]
     constants: dict[str, Any]
     warps: int
@@ -112,23 +125,29 @@ class Job:
     tile: str
     options: dict[str, int]
 
+    @property
+    def source(self) -> str:
+        """Equal for equal builds: a hash of the kernel, its arguments and the compiler's version."""
+        from triton import __version__
 
-def jobs(dtypes: list[str], widths: list[int]) -> Iterator[Job]:
+        about = (self.signature, self.constants, self.warps, self.stages, self.options, __version__)
+        return hashlib.sha256(f"{self.function.cache_key} {about}".encode()).hexdigest()[:16]
+
+
+def jobs(dtypes: list[str], widths: list[int], targets: list[str]) -> Iterator[Job]:
     for entry in builds.entries():
-        for dtype in dtypes:
-            if dtype in entry.kinds:
-                for width in widths:
-                    made = entry.make(KINDS[dtype], width)
-                    yield Job(entry.name, made.function, dtype, width, *made[1:])
+        for dtype, width, target in product([x for x in dtypes if x in entry.kinds], widths, targets):
+            made = entry.make(KINDS[dtype], width, target.startswith("gfx"))
+            yield Job(entry.name, made.function, dtype, width, target, *made[1:])
 
 
-def build(job: Job, target: str) -> Build:
+def build(job: Job) -> Build:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    lanes = LIMITS[target].lanes
+    target, lanes = job.target, LIMITS[job.target].lanes
     device = GPUTarget("hip" if target.startswith("gfx") else "cuda", TARGETS[target], lanes)
     signature = {**job.signature, **dict.fromkeys(job.constants, "constexpr")}
     attributes = dict(_divisible(list(job.signature.values())))
@@ -140,7 +159,7 @@ def build(job: Job, target: str) -> Build:
     occupied = occupancy(target, registers, shared, job.warps)
     matrix = sum(len(MATRIX.findall(line)) for loop in innermost_loops(code) for line in loop)
     about = (job.kernel, job.dtype, job.width, target, job.tile, job.warps)
-    return Build(*about, registers, shared, stack, matrix, occupied)
+    return Build(*about, registers, shared, stack, matrix, occupied, job.source)
 
 
 def innermost_loops(code: str) -> list[list[str]]:
@@ -201,7 +220,13 @@ def occupancy(target: str, registers: int, shared: int, warps: int) -> float:
 
 
 def markdown(rows: list[Build]) -> str:
-    """The table of docs/gpu.md: a row for each kernel, dtype and width, a column for each GPU."""
+    """The tables of docs/gpu.md, one for each manufacturer, whose GPUs have the same tiles."""
+    amd = [r for r in rows if r.target.startswith("gfx")]
+    return "\n\n".join(_table(some) for some in ([r for r in rows if r not in amd], amd) if some)
+
+
+def _table(rows: list[Build]) -> str:
+    """A row for each kernel, dtype and width, a column for each GPU."""
     targets = list(dict.fromkeys(r.target for r in rows))
     lines = [
         "| kernel | dtype | width | tile | warps | " + " | ".join(targets) + " |",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from subquad.core.declarations import declared
 from subquad.core.names import look_up, unknown
-from subquad.core.source_options import options_class
+from subquad.core.source_options import keys, options_class
 
 if TYPE_CHECKING:
     from subquad.tasks.base import Task
@@ -65,16 +65,21 @@ def describe(name: str) -> dict[str, Any]:
     return {"name": name, **declared(_TASKS[name], ("title", "head", "metric", "larger_is_better", "needs_data"))}
 
 
-def check_settings(name: str, settings: Iterable[str] = ()) -> None:
-    """Refuse a task that does not exist, and settings that no recipe of it has, as far as the source text of its class
-    tells: torch need not be imported.
+def check_settings(name: str, settings: Iterable[str] = (), recipe: str | None = None) -> None:
+    """Refuse a task that does not exist, a recipe that it does not have, and settings that no recipe of it has, as far
+    as the source text of its class tells: torch need not be imported.
     """
     entry = _TASKS.get(name)
     if entry is None:
         raise unknown("task", name, _TASKS)
-    recipe = options_class(entry, "recipes") if settings and isinstance(entry, str) else None
-    if recipe is not None:
-        recipe().changed(name, settings)  # type: ignore[attr-defined]
+    if not isinstance(entry, str):
+        return
+    recipes = keys(entry, "recipes")
+    if recipe is not None and recipes is not None and recipe not in recipes:
+        raise unknown(f"recipe of {name}", recipe, recipes)
+    made = options_class(entry, "recipes") if settings else None
+    if made is not None:
+        made().changed(name, settings)  # type: ignore[attr-defined]
 
 
 def task_class(name: str) -> type[Task]:

@@ -14,6 +14,7 @@ whether the ids are those of the exact network.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -88,6 +89,12 @@ class Proof:
         return "\n".join([*lines, end])
 
 
+def _written(n: int, m: int, power: int) -> str:
+    """n·m^power for people: in full up to a million, then as a power of ten."""
+    digits = math.log10(n) + power * math.log10(m)
+    return f"{n * m**power:,}" if digits < 6 else f"about 10^{round(digits)}"
+
+
 def prove(
     source: Any,
     n: int,
@@ -109,8 +116,12 @@ def prove(
         )
     m = steps_per_unit(delta)
     if d < 1 or n * m ** (d * n) > LARGEST:
-        size = f"the grid has {n * m ** (d * n):,} columns" if d >= 1 else f"d is {d}"
-        raise ValueError(f"n = {n}, d = {d}, delta = 1/{m}: {size}; it must be d ≥ 1 and n/δ^(dn) ≤ {LARGEST:,}")
+        raise ValueError(
+            f"n = {n}, d = {d}, delta = 1/{m}: the grid has n/δ^(dn) = {_written(n, m, d * n)} columns, and at most "
+            f"{LARGEST:,} can be verified: choose a smaller n or d, or a larger delta"
+            if d >= 1
+            else f"d must be an integer ≥ 1, not {d}"
+        )
     targets = _targets(function, n, d, m, support.causal)
     unit = common_unit(m, [value for value in targets.flat])
     outputs = np.array([int(value * unit) for value in targets.flat], dtype=object).reshape(targets.shape)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, Memory, State, appended, least
+from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, Memory, State, appended, smallest_room
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -29,12 +29,12 @@ def start(
             f"{name}: streaming needs sizes that do not follow the length of a call: give {module.open_size} or "
             "max_length when the mechanism is made"
         )
-    for label, value, least in (("batch_size", batch_size, 1), ("rollback", rollback, 0)):
+    for label, value, smallest in (("batch_size", batch_size, 1), ("rollback", rollback, 0)):
         if label == "rollback" and value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < smallest:
             also = ", or None to keep all tokens" if label == "rollback" else ""
-            raise ValueError(f"{label} must be an integer ≥ {least}{also}, not {value!r}")
+            raise ValueError(f"{label} must be an integer ≥ {smallest}{also}, not {value!r}")
     like = next((p for p in module.parameters() if p.is_floating_point()), None)
     device = device if device is not None else torch.device("cpu") if like is None else like.device
     dtype = dtype if dtype is not None else torch.get_default_dtype() if like is None else like.dtype
@@ -67,6 +67,8 @@ def recomputed(module: Attention, state: State, *project: Any) -> State:
     """The state itself; after a crop beyond what its buffers keep, one of the same length from the kept tokens."""
     if not state.stale:
         return state
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{module.name}: the state is to be recomputed after a crop: extend it eagerly once")
     assert state.tokens is not None
     n, even = int(state.length.max()), state.even
     q, k, v = (state.tokens.get(name, state.tokens["k"])[:, :, :n] for name in "qkv")
@@ -143,7 +145,7 @@ def check_room(module: Attention, state: State, chunk: Chunk) -> None:
     """A compiled graph has buffers of one size: at run time it refuses tokens that there is no room for."""
     rooms = [state.memory.room(state.buffers), module.options.max_length]
     rooms += [state.tokens["real"].shape[1] - 1] if state.tokens else []
-    room = least(rooms)
+    room = smallest_room(rooms)
     if room is not None:
         text = f"{module.name}: the state has room for {room} positions in a compiled step: state.reserve(length) makes"
         text += f" room{'' if module.options.max_length is None else f', up to max_length={module.options.max_length}'}"

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Buffers, Chunk
-from subquad.kernels.tables import UNION, most_named, named_keys
-from subquad.supports.support import text_of
+from subquad.kernels.tables import UNION, named_keys
 
 PAIRS = 1 << 20  # keys of all queries of a step that are copied at a time
 
@@ -21,24 +20,15 @@ class NamedKeys(Keys):
     def _step(self, module, chunk, buffers, length, seed):
         after = length + chunk.added
         buffers = self._written(module, chunk, buffers, length, after)
-        named = self._named(chunk.position, buffers["real"].shape[1] - 1)  # (B, F, t, m)
+        pattern = self.sees[0].pattern  # type: ignore[attr-defined]
+        families = tuple(UNION if sees.family is None else sees.family for sees in self.sees)  # type: ignore[attr-defined]
+        named = named_keys(chunk.position, pattern, families, buffers["real"].shape[1] - 1)  # (B, F, t, m)
         step = max(1, PAIRS // max(1, named[:, :, 0].numel() * chunk.q.shape[1]))
         outs = []
         for first in range(0, named.shape[2], step):
             piece = chunk if named.shape[2] <= step else chunk.part(first, first + step)
             outs.append(self._read(module, piece, buffers, named[:, :, first : first + step], seed))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers, after
-
-    def _named(self, position: Tensor, room: int) -> Tensor:
-        """Positions of the keys of every query, int64 (B, families, t, m), -1 = none. In a compiled graph m is that of
-        all queries that there is room for.
-        """
-        pattern = self.sees[0].pattern  # type: ignore[attr-defined]
-        families = tuple(UNION if sees.family is None else sees.family for sees in self.sees)  # type: ignore[attr-defined]
-        text = text_of(pattern)
-        if not torch.compiler.is_compiling():
-            return named_keys(position, text, families)
-        return named_keys(position.clamp(max=room - 1), text, families, most_named(text, families, room))
 
     def _read(self, module: Any, chunk: Chunk, buffers: Buffers, named: Tensor, seed: Tensor | None) -> Tensor:
         b, h = chunk.q.shape[:2]

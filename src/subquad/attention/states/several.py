@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.states.keys import Keys
-from subquad.attention.states.state import Buffers, Chunk, Memory, State, least
+from subquad.attention.states.state import Buffers, Chunk, Memory, State, smallest_room
 from subquad.attention.states.sums import (
     RunningSum,
     Terms,
@@ -65,7 +65,7 @@ class Several(Memory):
         return {key: x for one in found for key, x in one.items()}
 
     def room(self, buffers: Buffers) -> int | None:
-        return least(memory.room(inner(buffers, f"{m}.")) for m, memory in enumerate(self.memories))
+        return smallest_room(memory.room(inner(buffers, f"{m}.")) for m, memory in enumerate(self.memories))
 
 
 class SumsBeside(Memory):

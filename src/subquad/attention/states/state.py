@@ -287,7 +287,7 @@ def with_room(buffers: Buffers, length: int) -> Buffers:
     return {name: grown(x, length + 1, x.dim() // 2) for name, x in buffers.items()}
 
 
-def least(rooms: Iterable[int | None]) -> int | None:
+def smallest_room(rooms: Iterable[int | None]) -> int | None:
     """The smallest of several rooms; None = any length."""
     known = [room for room in rooms if room is not None]
     return min(known) if known else None

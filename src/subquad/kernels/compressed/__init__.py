@@ -4,8 +4,9 @@
     Z_i = the sum of all these exponentials + e^sink
 
 The window runs through the merge kernel, the entries a block of queries at a time: on a CPU through torch's flash
-attention with a mask, elsewhere as two matrix products. A backward with the merged output and logsumexp is exact (see `kernels.merge`); a sink is a key whose value
-is 0. There is no second derivative. `index` finds the entries that a query sees, where not all are seen.
+attention with a mask, elsewhere as two matrix products. A backward with the merged output and logsumexp is exact (see
+`kernels.merge`); a sink is a key whose value is 0. There is no second derivative. `index` finds the entries that a
+query sees, where not all are seen.
 """
 
 from subquad.kernels.compressed.index import index_choice

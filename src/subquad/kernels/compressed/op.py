@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,11 +78,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tupl
     return reference.attend(q, k, v, bias, scale)
 
 
-def _attend_backward(*tensors: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_backward(*tensors: Any, bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """tensors: grad, q, k, v, the merged out and lse, which the sink keeps finite."""
     if tensors[0].device.type == "cpu":
         return _flash_backward(*tensors, 0.0, False, attn_mask=bias, scale=scale)
-    return reference.attend_backward(*tensors, bias, scale)
+    return reference.attend_backward(*tensors, bias=bias, scale=scale)
 
 
 def _views(rows: slice, stop: int, queries: list[Tensor], entries: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -16,7 +16,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given the merged out and a finite lse: with p = exp(s - lse), ds = p·(grad·v - grad·out)."""
+    """Gradients of q, k and v, given the merged out and a finite lse: ds = p·(grad·v - grad·out), p = exp(s - lse)."""
     p = (q @ k.mT * scale + bias - lse[..., None]).exp()  # (B, H, r, m)
     ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
     return ds @ k, ds.mT @ q, p.mT @ grad

@@ -8,9 +8,9 @@
 Numba (`loops`). torch.library picks by device.
 """
 
+from subquad.kernels.edges.chosen import rows_of
 from subquad.kernels.edges.lists import Buckets, EdgeList
 from subquad.kernels.edges.op import edge_attention, edge_map, edge_mapped_attention, edge_scores, edge_sum
-from subquad.kernels.edges.rows import rows_of
 
 __all__ = [
     "Buckets", "EdgeList", "edge_attention", "edge_map", "edge_mapped_attention", "edge_scores", "edge_sum", "rows_of",

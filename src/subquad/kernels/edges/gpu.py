@@ -1,4 +1,4 @@
-"""The edge operators on a GPU: launches of the Triton kernels of `rows`, and the list by key."""
+"""The edge operators on a GPU: launches of the Triton kernels of `triton_rows`, and the list by key."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attention(
     seed: Tensor | None, scale: float, dropout: float, counted: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`counted`: the key mask that dropout counts by, where the edges need none."""
-    from subquad.kernels.edges import rows
+    from subquad.kernels.edges import triton_rows as rows
 
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = torch.empty_like(q)
@@ -75,7 +75,7 @@ def gradients(dout, q, k, v, edges: EdgeList, key_mask, counted, seed, scale, dr
 
     `counted`: the key mask that dropout counts by, where the edges need none.
     """
-    from subquad.kernels.edges import rows
+    from subquad.kernels.edges import triton_rows as rows
 
     dout, q, k, v = (x.contiguous() for x in (dout, q, k, v))
     instances = q.shape[0] * q.shape[1]
@@ -119,7 +119,7 @@ def sums(
 
 
 def _sum(w, x, out, lists, edges: EdgeList, spread: int, gather: int, moved: bool) -> None:
-    from subquad.kernels.edges import rows
+    from subquad.kernels.edges import triton_rows as rows
 
     sizes = (out.shape[2], x.shape[2], edges.num_edges, spread, gather, edges.num_graphs, edges.share)
     grid = (out.shape[2], out.shape[0] * out.shape[1])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from subquad.kernels.merge.op import merge
+from subquad.kernels.merge.op import eager_merge
 
 
 def merge_attention(
@@ -39,7 +39,7 @@ def merge_attention(
         else [_everyone(k) if x is None else x for x, k in zip(valid, keys, strict=True)]
     )
     tensors = [[x.to(work) for x in group] for group in ([q], keys, values)]
-    out, _ = merge(tensors[0][0], *tensors[1:], masks, lengths, seed, support, which, n, scale, dropout)
+    out, _ = eager_merge(tensors[0][0], *tensors[1:], masks, lengths, seed, support, which, n, scale, dropout)
     return out.to(q.dtype)
 
 

@@ -26,11 +26,15 @@ class Shape(NamedTuple):
     stages: int
 
 
-def shapes(width: int, dtype: torch.dtype, precision: str = "ieee") -> dict[str, Shape]:
+def shapes(
+    width: int, dtype: torch.dtype, precision: str = "ieee", amd: bool = torch.version.hip is not None
+) -> dict[str, Shape]:
     """Tiles for heads of this width, chosen so that no kernel spills registers (`subquad study gpu-build`).
 
-    precision, of float32: ieee (multiply-adds, which take more registers than matrix instructions) or tf32.
+    precision, of float32: ieee (on NVIDIA multiply-adds, which take more registers than matrix instructions) or tf32.
     """
+    if amd:
+        return _amd_shapes(width, dtype)
     if dtype == torch.float32 and precision == "ieee":
         shape = Shape(32, 32, 8, 2) if width <= 64 else Shape(32, 16, 8, 1)
         return dict.fromkeys(("forward", "query_gradient", "key_gradient"), shape)
@@ -53,6 +57,19 @@ def shapes(width: int, dtype: torch.dtype, precision: str = "ieee") -> dict[str,
         "forward": Shape(64, 32, 4 if width <= 128 else 8, 2),
         "query_gradient": Shape(64, 2 * keys, 8, 2),
         "key_gradient": Shape(32, keys, 8, 1),
+    }
+
+
+def _amd_shapes(width: int, dtype: torch.dtype) -> dict[str, Shape]:
+    """Four warps of 64 lanes have 512 registers per lane. One stage: Triton 3.9 does not compile a loop with a key mask
+    in more of them for AMD.
+    """
+    small = 32 if dtype != torch.float32 or width <= 64 else 16
+    less = 1 if width <= 128 else 2
+    return {
+        "forward": Shape(64 if dtype != torch.float32 else 32, 32 // less, 4, 1),
+        "query_gradient": Shape(2 * small // less, 32 // less, 4, 1),
+        "key_gradient": Shape(max(16, small // less), 32 // less, 4, 1),
     }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.eager import Eager
 from subquad.kernels.merge import cpu, cuda, reference
 from subquad.supports.support import plan_of
 
@@ -78,7 +79,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, grad, grad_lse):
     m, (q, lengths, seed, *rest) = ctx.sources, ctx.saved_tensors
     keys, values, (out, lse, *valid) = rest[:m], rest[m : 2 * m], rest[2 * m :]
-    dq, *dkv = merge_backward(grad, q, keys, values, out, lse, valid, lengths, seed, *ctx.about)
+    dq, *dkv = _eager_backward(grad, q, keys, values, out, lse, valid, lengths, seed, *ctx.about)
     return dq, dkv[:m], dkv[m:], [None] * len(valid), *[None] * 7
 
 
@@ -88,6 +89,8 @@ def _no_second_derivative(ctx, *grads):
 
 merge.register_autograd(_backward, setup_context=_save)
 merge_backward.register_autograd(_no_second_derivative)
+eager_merge = Eager(merge, cpu.forward, _save, _backward)
+_eager_backward = Eager(merge_backward, cpu.backward)
 
 
 # A forward multiplies every (query, key) pair twice (scores, sums), a backward five times; one multiply-add = 2.

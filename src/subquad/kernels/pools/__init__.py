@@ -1,7 +1,7 @@
 """Pools: the members of all groups of a kind at once, for Combiner's summaries.
 
 `span_pool` is an operator over spans of a sequence, with rows of their own length; `shapes` has the reductions over
-grids and binary trees.
+grids and binary trees. On a CPU their maxima are kernels: `lines` for grids, `node_max` for trees.
 """
 
 from subquad.kernels.pools.spans import span_pool, spans_with_members

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subquad.core.numbers import is_symbolic
 from subquad.kernels.pools import lines
-from subquad.kernels.pools.node_max import node_max
+from subquad.kernels.pools.node_max import eager_node_max
 from subquad.kernels.pools.nodes import binary_nodes
 from subquad.kernels.pools.shapes import anyone, others, pooled, prefixes
 from subquad.supports.grids import has_groups
@@ -40,7 +40,7 @@ def group_pools(xs: Sequence[Tensor], exists: Tensor | None, pool: str, kind: st
     if pool != "max" or kind not in ("nodes", "column", "row") or is_symbolic(n) or not lines.takes(xs):
         return [group_pool(x, exists, pool, kind, c, causal) for x in xs]
     shape = (-(-n // c) - causal, c, kind == "column", kind == "column" and causal) if kind != "nodes" else ()
-    run = node_max if kind == "nodes" else lines.line_max
+    run = eager_node_max if kind == "nodes" else lines.eager_line_max
     if all(x.shape == xs[0].shape for x in xs):
         return run(list(xs), exists, *shape)
     return [run([x], exists, *shape)[0] for x in xs]

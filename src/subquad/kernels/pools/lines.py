@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels.eager import Eager
 from subquad.kernels.parallel import inline
 from subquad.kernels.pools.max_rows import (
     gather_shares,
@@ -93,7 +94,7 @@ def _gradient(ctx, grads):
     exists, *rest = ctx.saved_tensors
     xs, outs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     grads = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outs, strict=True)]
-    return _line_max_backward(grads, xs, outs, exists, *ctx.about), *[None] * 5
+    return _eager_backward(grads, xs, outs, exists, *ctx.about), *[None] * 5
 
 
 def _no_second_derivative(ctx, *grads):
@@ -102,6 +103,8 @@ def _no_second_derivative(ctx, *grads):
 
 line_max.register_autograd(_gradient, setup_context=_save)
 _line_max_backward.register_autograd(_no_second_derivative)
+eager_line_max = Eager(line_max, line_max._init_fn, _save, _gradient)
+_eager_backward = Eager(_line_max_backward, _line_max_backward._init_fn)
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------

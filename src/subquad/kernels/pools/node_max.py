@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels.eager import Eager
 from subquad.kernels.parallel import inline
 from subquad.kernels.pools.lines import DX, GRAD, OUT, X, _at, _matrix, _ready
 from subquad.kernels.pools.max_rows import larger_of, pay_half
@@ -59,7 +60,7 @@ def _gradient(ctx, grads):
     exists, *rest = ctx.saved_tensors
     xs, outs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     grads = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outs, strict=True)]
-    return _node_max_backward(grads, xs, outs, exists), None
+    return _eager_backward(grads, xs, outs, exists), None
 
 
 def _no_second_derivative(ctx, *grads):
@@ -68,6 +69,8 @@ def _no_second_derivative(ctx, *grads):
 
 node_max.register_autograd(_gradient, setup_context=_save)
 _node_max_backward.register_autograd(_no_second_derivative)
+eager_node_max = Eager(node_max, node_max._init_fn, _save, _gradient)
+_eager_backward = Eager(_node_max_backward, _node_max_backward._init_fn)
 
 
 def _about(xs: list[Tensor], exists: Tensor | None) -> tuple:

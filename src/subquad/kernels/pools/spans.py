@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.kernels.eager import Eager
 from subquad.kernels.pools import cpu
 
 
@@ -24,7 +25,7 @@ def span_pool(
     key_mask bool (B, n), lengths (B,): what exists. A span without members pools to 0. The last place belongs to no
     span: it keeps the size above 1, which torch would take for a special case when a graph is exported for any length.
     """
-    return _pool(x, key_mask, lengths, size, skip, pool == "max")
+    return _eager_pool(x, key_mask, lengths, size, skip, pool == "max")
 
 
 def spans_with_members(key_mask: Tensor, size: int, skip: int = 0) -> Tensor:
@@ -125,7 +126,7 @@ def _(x, key_mask, lengths, size, skip, is_max):
 
 
 @_pool_backward.register_kernel("cpu")
-def _(grad, x, *about):
+def _cpu_backward(grad, x, *about):
     return (cpu.pool_backward if cpu.takes(x) else _pool_backward._init_fn)(grad, x, *about)
 
 
@@ -140,7 +141,7 @@ def _save(ctx, inputs, output):
 
 
 def _gradient(ctx, grad):
-    return _pool_backward(grad, *ctx.saved_tensors, *ctx.about), *[None] * 5
+    return _eager_backward(grad, *ctx.saved_tensors, *ctx.about), *[None] * 5
 
 
 def _no_second_derivative(ctx, *grads):
@@ -149,3 +150,5 @@ def _no_second_derivative(ctx, *grads):
 
 _pool.register_autograd(_gradient, setup_context=_save)
 _pool_backward.register_autograd(_no_second_derivative)
+_eager_pool = Eager(_pool, _pool._init_fn, _save, _gradient)
+_eager_backward = Eager(_pool_backward, _cpu_backward)

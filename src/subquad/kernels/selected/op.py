@@ -157,8 +157,8 @@ def selected_backward(
         cpu.backward(x, [y], [z], _bias(key_mask, q), (asks, None), tables, scale, *about, [a, b, c])
         return dq, dk, dv
     if q.device.type != "cpu":
-        flat = [t.flatten(0, 1) for t in (grad, q, k, v, out, lse, chosen)]
-        reference.backward(*flat, _real(key_mask, q), block, scale, [a, b, c])
+        g, x, y, z, o, s, own = (t.flatten(0, 1) for t in (grad, q, k, v, out, lse, chosen))
+        reference.backward(g, x, y, z, o, s, own, _real(key_mask, q), block, scale, [a, b, c])
         return dq, dk, dv
     flat = [t.flatten(0, 1)[None] for t in (grad, q, k, v, out, lse)]  # (1, G, n, d) and (1, G, n)
     for at, rows, keys, mask in _visits(chosen, key_mask, block):

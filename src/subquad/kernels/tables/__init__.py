@@ -17,7 +17,7 @@ from torch import Tensor
 from subquad.kernels.edges import EdgeList
 from subquad.supports.partitions import POOLED, Partition
 from subquad.supports.pattern import ROWS, Pattern, pointers
-from subquad.supports.support import constant_of_graphs, parse
+from subquad.supports.support import constant_of_graphs, parse, text_of
 
 UNION = -1  # a family: the union of all
 
@@ -96,17 +96,20 @@ def _(like, lengths, support, families, n):
 # ---- the keys of a few queries ------------------------------------------------------------------------------
 
 
-def named_keys(position: Tensor, support: str, families: Sequence[int], width: int = 0) -> Tensor:
+def named_keys(position: Tensor, pattern: Pattern, families: tuple[int, ...], room: int) -> Tensor:
     """The keys that a causal pattern names for queries at `position` (B, t): int64 (B, families, t, m), -1 = none.
 
-    m is `width`, or where that is 0 as many as the longest list has.
+    m is the length of the longest list; in a compiled graph that of all queries before position `room`.
     """
-    return _named(position, support, list(families), width)
+    if not torch.compiler.is_compiling():
+        return _listed(position, pattern, families, 0)
+    text = text_of(pattern)
+    return _named(position.clamp(max=room - 1), text, list(families), most_named(text, families, room))
 
 
 @constant_of_graphs
 def most_named(support: str, families: tuple[int, ...], n: int) -> int:
-    """How many keys a query before position n has at most, in the lists of `named_keys`."""
+    """How many keys a query before position n has at most."""
     return _most_named(cast(Pattern, parse(support)), families, n)
 
 
@@ -119,17 +122,21 @@ def _most_named(pattern: Pattern, families: tuple[int, ...], n: int) -> int:
 
 @torch.library.custom_op("subquad::named_keys", mutates_args=())
 def _named(position: Tensor, support: str, families: list[int], width: int) -> Tensor:
-    pattern, i = cast(Pattern, parse(support)), position.cpu().numpy()
+    return _listed(position, cast(Pattern, parse(support)), families, width)
+
+
+def _listed(position: Tensor, pattern: Pattern, families: Sequence[int], width: int) -> Tensor:
+    """The lists of named keys, `width` of them or, where that is 0, as many as the longest has."""
+    i = position.cpu().numpy()
     lists = [pattern.named(_family(f), i) for f in families]
     most = width or max(x.shape[-1] for x in lists)
     wide = [np.pad(x, ((0, 0), (0, 0), (0, most - x.shape[-1])), constant_values=-1) for x in lists]
-    return torch.from_numpy(np.stack(wide, 1)).to(position.device)
+    return torch.from_numpy(np.stack(wide, 1)).to(position.device, torch.int64)
 
 
 @_named.register_fake
 def _(position, support, families, width):
-    most = width or torch.library.get_ctx().new_dynamic_size()
-    return position.new_empty(position.shape[0], len(families), position.shape[1], most)
+    return position.new_empty(position.shape[0], len(families), position.shape[1], width)
 
 
 # ---- a partition of one's own -------------------------------------------------------------------------------
