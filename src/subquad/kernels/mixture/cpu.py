@@ -45,7 +45,7 @@ def forward(chosen: Chosen, q, tokens, keys, values, exists, alive, parts: list[
     lses = q.new_full(outs.shape[:-1], -torch.inf)
     for m, part in enumerate(parts):
         own = [[_ready(x) for x in xs[part]] for xs in (keys, values)]
-        walk.forward(chosen.own[m], q, *own, alive[part], scale, before=before, into=(outs[m], lses[m]))
+        walk.forward(chosen.own[m], q, own[0], own[1], alive[part], scale, before=before, into=(outs[m], lses[m]))
     out = torch.lerp(outs[0], outs[1], 0.5) if len(parts) == 2 else outs.mean(0)
     return out, outs, lses
 
@@ -62,7 +62,9 @@ def backward(
     for m, part in enumerate(parts):
         own = [[_ready(x) for x in xs[part]] for xs in (keys, values)]
         about: dict[str, Any] = {"deltas": walk.Deltas(deltas[m], WANTED), "onto": dq}
-        found = walk.backward(chosen.own[m], grad, q, *own, outs[m], lses[m] + count, alive[part], scale, **about)
+        found = walk.backward(
+            chosen.own[m], grad, q, own[0], own[1], outs[m], lses[m] + count, alive[part], scale, **about
+        )
         dq, size = found[0], len(own[0])
         dkeys += found[1 : 1 + size]
         dvalues += found[1 + size :]
