@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 def asked_by(name: str, n: int) -> tuple[Asked, ...]:
     """What one mechanism asks for at n tokens, with all its examples, causal or not."""
     found: dict[Asked, None] = {}
-    real = entrance.merge
+    real = entrance.eager_merge
 
     def spy(q: Any, keys: Any, *rest: Any) -> Any:
         support, which, length = rest[4:7]
@@ -37,7 +37,7 @@ def asked_by(name: str, n: int) -> tuple[Asked, ...]:
             found[Asked(support, which, length, q.shape[2], tuple(k.shape[2] for k in keys))] = None
         return real(q, keys, *rest)
 
-    with mock.patch.object(entrance, "merge", spy), mock.patch.object(mixture, "merge", spy):
+    with mock.patch.object(entrance, "eager_merge", spy), mock.patch.object(mixture, "merge", spy):
         for options in mechanism(name).examples:
             for case in cases(name, **options):
                 case.run(case.make(torch.float32), case.inputs(n, torch.float32, batch=1))

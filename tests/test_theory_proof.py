@@ -108,7 +108,7 @@ def test_fixed_with_an_open_segment_breaks_at_the_hops():
     ("arguments", "message"),
     [
         (("star", 1), "n is 1"),
-        (("star", 4, 0), "d is 0"),
+        (("star", 4, 0), "d must be an integer ≥ 1, not 0"),
         (("star", 4, 1, 0.4), "1/delta"),
         (("star", 9, 2), "columns"),
         (("star", 3, 1, "1/2", "nothing"), "reverse, sum, mean"),
