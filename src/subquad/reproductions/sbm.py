@@ -130,8 +130,8 @@ TABLE_5 = Reproduction(
     larger_is_better=False,
     differs="the formula is 8nd² + 4nkd + 2k²d + 4md: two layers of the MLP for queries and keys, memberships, Ŝ, and "
     "the scores and sums of the edges, 2 operations per multiply-add; the claims ask that they agree within 10 %. "
-    "Ours has a term 2nk² more with either sampler, memberships times Ŝ, as rows are drawn one by one; and 4nd² less, as "
-    "the second layer of the MLP and the clusters are multiplied first",
+    "Ours has a term 2nk² more with either sampler, memberships times Ŝ, as rows are drawn one by one; and 4nd² less, "
+    "as the second layer of the MLP and the clusters are multiplied first",
 )  # fmt: skip
 
 TABLE_6 = Reproduction(
