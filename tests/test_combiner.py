@@ -13,7 +13,7 @@ from subquad.kernels.pools.nodes import binary_nodes
 from subquad.kernels.pools.shapes import others, pooled, prefixes
 from subquad.layers import Projections
 from subquad.studies import combiner_cost
-from subquad.supports import grids, partitions, spans
+from subquad.supports import binary, grids, partitions, spans
 
 ABSTRACTIONS = ("max", "mean", "deepsets-max", "deepsets-mean")
 
@@ -59,7 +59,7 @@ def plans(causal, n, seed=0):
     """Every plan with its default knob, which takes all values from 1 to √n over the lengths."""
     g = torch.Generator().manual_seed(seed)
     yield spans.Fixed(causal=causal)
-    yield spans.Logsparse(causal=causal)
+    yield binary.Logsparse(causal=causal)
     yield grids.AxialVertical(causal=causal)
     yield grids.AxialHorizontal(causal=causal)
     yield grids.AxialHorizontal(causal=causal, split=True)
@@ -143,7 +143,7 @@ def test_cost_terms_are_those_of_section_3_1():
     causal = spans.Fixed(span=s, causal=True).cost(n)
     assert causal.groups == n // s - 1
     assert causal.terms == sum(i % s + 1 + i // s for i in range(n))
-    assert spans.Logsparse(causal=True).cost(n).terms == sum(1 + i.bit_count() for i in range(n))
+    assert binary.Logsparse(causal=True).cost(n).terms == sum(1 + i.bit_count() for i in range(n))
     tree = spans.Tree(depth=2, span=4).cost(n)
     assert tree == (n * (4 + 3 + 3), 16 + 4, n + 16)
 
@@ -163,7 +163,7 @@ def test_counted_operations_grow_as_declared_from_1k_to_64k(plan):
         (spans.Fixed, 1.5),
         (grids.AxialVertical, 1.5),
         (grids.AxialRowmajor, 1.5),
-        (spans.Logsparse, 1.0),
+        (binary.Logsparse, 1.0),
         (spans.Tree, 4 / 3),
     ],
 )

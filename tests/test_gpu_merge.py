@@ -12,7 +12,7 @@ import torch
 from fake_gpu import fake_gpu
 from merge_calls import Asked, asked, asked_by
 from subquad.kernels import devices
-from subquad.kernels.merge import aten, cpu, gpu, reference, schedule
+from subquad.kernels.merge import aten, cpu, gpu, rectangles, reference, schedule
 from subquad.supports.support import plan_of
 
 interpreted = pytest.mark.skipif(not devices.has_triton(), reason=devices.MISSING)
@@ -40,7 +40,7 @@ def seen_by_plan(plan, one: Asked) -> list[np.ndarray]:
     return want
 
 
-def add_rectangle(total: np.ndarray, r: schedule.Rectangle) -> None:
+def add_rectangle(total: np.ndarray, r: rectangles.Rectangle) -> None:
     rows, keys = r.q_start + np.arange(r.q_count) * r.q_unit, r.k_start + np.arange(r.k_count) * r.k_unit
     assert rows.min() >= 0 and keys.min() >= 0
     np.add.at(total, (rows[:, None], keys[None]), r.seen().astype(int))
@@ -52,13 +52,13 @@ def check_schedule(one: Asked, size: int) -> None:
     by_query, by_key = ([np.zeros_like(x) for x in want] for _ in range(2))
     for taken in schedule.by_queries(plan, len(one.keys), size, size):
         for visited in taken.rectangles:
-            for source, rectangles in enumerate(visited):
-                for r in rectangles:
+            for source, found in enumerate(visited):
+                for r in found:
                     add_rectangle(by_query[source], r)
     for source, count in enumerate(one.keys):
         for taken in schedule.by_keys(plan, source, count, size, size):
-            for (rectangles,) in taken.rectangles:
-                for r in rectangles:
+            for (found,) in taken.rectangles:
+                for r in found:
                     add_rectangle(by_key[source], r)
     for source, x in enumerate(want):
         assert (by_query[source] == x).all(), f"{one}: tiles of queries, source {source}"

@@ -21,8 +21,9 @@ from subquad.kernels.pools.spans import _pool
 from subquad.kernels.pools.summaries import span_summaries, takes
 from subquad.kernels.tables import _edges, _mask
 from subquad.supports import patterns
+from subquad.supports.builders import columns, diagonal, rows_to_keys, selves, windows
 from subquad.supports.grids import AxialMixture
-from subquad.supports.parts import Grid, Part, columns, diagonal, make_plan, rows_to_keys, selves, windows
+from subquad.supports.parts import Grid, Part, make_plan
 from subquad.supports.spans import Fixed, Tree, Window
 from subquad.supports.support import GivenSupport, parse
 

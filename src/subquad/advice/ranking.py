@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -207,11 +206,6 @@ def longest(wish: Wish, costs: Costs, subject: Subject) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if needed(wish, costs, subject, middle) <= wish.memory else (low, middle)
     return low
-
-
-def smallest_memory(advice: Advice) -> float:
-    """Bytes with which at least one of the mechanisms would fit."""
-    return min((row.bytes for row in advice.rows), default=math.inf)
 
 
 def _unmeasured(wish: Wish, known: Sequence[str]) -> list[str]:

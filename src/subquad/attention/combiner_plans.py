@@ -32,7 +32,7 @@ from subquad.core.numbers import settled
 from subquad.core.options import option
 from subquad.kernels.edges import EdgeList, edge_attention
 from subquad.kernels.tables import group_count, partition_edges
-from subquad.supports import grids, spans
+from subquad.supports import binary, grids, spans
 from subquad.supports.partitions import IndexSets, Partition
 from subquad.supports.support import text_of
 
@@ -143,15 +143,15 @@ class CombinerLogsparse(Combiner):
     for every set bit l of i: block number (i>>l)-1 of size 2^l, one summary; i itself directly
     level 0 is a single token, hence exact; bidirectional: the mirror image as well, the same on n-1-i
 
-    O(n·log n) time, O(n) memory: all blocks that are ever asked for are one binary tree, see `spans.Logsparse`.
+    O(n·log n) time, O(n) memory: all blocks that are ever asked for are one binary tree, see `binary.Logsparse`.
     """
 
     cost = "n·log n"
     exponent = 1.0
     examples = ({}, {"abstraction": "deepsets-mean"})
 
-    def make_partition(self, options: Any) -> spans.Logsparse:
-        return spans.Logsparse(causal=options.causal)
+    def make_partition(self, options: Any) -> binary.Logsparse:
+        return binary.Logsparse(causal=options.causal)
 
 
 class CombinerAxial(Combiner):

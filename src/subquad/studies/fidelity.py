@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from subquad.attention.combiner_routing import CombinerRouting
 from subquad.attention.registry import attention
 from subquad.layers import MultiheadAttention, Projections
-from subquad.supports import grids, partitions, spans
+from subquad.supports import binary, grids, partitions, spans
 
 VOCABULARY, PHRASE = 24, 16  # the text to learn: phrases of 16 tokens that come back
 
@@ -104,7 +104,7 @@ def at_equal_cost(n: int, causal: bool, budgets: Sequence[float]) -> list[tuple[
         plan: {x: make(x).cost(n).total for x in settings} for plan, (_, make) in knobs(causal).items()
     }  # plan → setting → cost
     least = max(min(by_setting.values()) for by_setting in costs.values())
-    own = spans.Logsparse(causal=causal).cost(n).total
+    own = binary.Logsparse(causal=causal).cost(n).total
     chosen = [(own / least, "combiner-logsparse", own)]
     for budget in budgets:
         for plan, by_setting in costs.items():

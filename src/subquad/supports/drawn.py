@@ -7,8 +7,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from subquad.supports.builders import rows_to_keys
 from subquad.supports.draws import draw_few, draw_rows, stream
-from subquad.supports.parts import FAR, Grid, Part, rows_to_keys
+from subquad.supports.parts import FAR, Grid, Part
 from subquad.supports.pattern import Pattern, kept_csr, pointers
 
 RUN = 16  # drawn keys of this many blocks are copied at a time: they stay in the cache

@@ -11,8 +11,9 @@ from functools import lru_cache
 from typing import Any, cast
 
 from subquad.core.numbers import root
+from subquad.supports.builders import diagonal
 from subquad.supports.partitions import Group, GroupSet, Partition
-from subquad.supports.parts import FAR, Grid, Part, Plan, diagonal, make_plan
+from subquad.supports.parts import FAR, Grid, Part, Plan, make_plan
 from subquad.supports.support import Support, constant_of_graphs, parse
 
 

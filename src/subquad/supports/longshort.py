@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from subquad.supports.parts import FAR, Grid, Part, Plan, make_plan, rows_to_keys
+from subquad.supports.builders import rows_to_keys
+from subquad.supports.parts import FAR, Grid, Part, Plan, make_plan
 from subquad.supports.support import Support
 
 

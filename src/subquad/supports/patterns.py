@@ -9,8 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from subquad.core.numbers import root
+from subquad.supports.builders import columns, diagonal, rows_to_keys, selves, windows
 from subquad.supports.kept import EVERYTHING, Kept, Ranges, first_ones, recent
-from subquad.supports.parts import FAR, columns, diagonal, rows_to_keys, selves, windows
+from subquad.supports.parts import FAR
 from subquad.supports.pattern import Pattern, pointers
 from subquad.supports.support import GivenSupport
 

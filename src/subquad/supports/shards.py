@@ -20,7 +20,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from subquad.supports.parts import FAR, NEAR, NOT_NEAR, Grid, Part, Plan, make_plan, rows_to_keys
+from subquad.supports.builders import rows_to_keys
+from subquad.supports.parts import FAR, NEAR, NOT_NEAR, Grid, Part, Plan, make_plan
 from subquad.supports.support import Support, plan_of
 
 Range = tuple[int, int]  # first, last + 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subquad.supports.parts import make_plan, strips
+from subquad.supports.builders import strips
+from subquad.supports.parts import make_plan
 from subquad.supports.support import Support, constant_of_graphs
 
 

@@ -1,4 +1,4 @@
-"""Combiner's plans over blocks of the sequence: fixed spans, a window over spans, a tree of spans, binary blocks."""
+"""Combiner's plans over blocks of the sequence: fixed spans, a window over spans and a tree of spans."""
 
 from __future__ import annotations
 
@@ -7,26 +7,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from subquad.supports.builders import CHUNKS, diagonal, rows_to_keys, window_block, windows
 from subquad.supports.kept import Kept, first_ones, recent
 from subquad.supports.partitions import Group, GroupSet, Partition
-from subquad.supports.parts import (
-    CHUNKS,
-    MEMBERS,
-    NEAR,
-    NODES,
-    NODES_BACK,
-    NOT_NEAR,
-    Grid,
-    Part,
-    Plan,
-    diagonal,
-    make_plan,
-    rows_to_keys,
-    window_block,
-    windows,
-)
-
-RADIX = 64  # Logsparse: the base in which positions are read
+from subquad.supports.parts import NEAR, NOT_NEAR, Grid, Part, Plan, make_plan
 
 
 def default_span(n: int, depth: int = 1) -> int:
@@ -324,92 +308,3 @@ def _block(n: int, s: int, level: int, a: int) -> Group:
     over, inner = range(a * s**level, min(n, (a + 1) * s**level)), s ** (level - 1)
     below = range(over.start // inner, -(-over.stop // inner)) if level > 1 else ()
     return Group(over, children=tuple(_block(n, s, level - 1, b) for b in below))
-
-
-# ---- binary blocks ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Logsparse(Partition):
-    """Section 4.2 and appendix B: i itself and, for every set bit l of i, block (i>>l)-1 of size 2^l.
-
-    A block of level 0 is one token, hence direct. Bidirectional adds the mirror image, the same on n-1-i.
-
-    Blocks with an even number are the only ones ever asked for. Of these exactly one ends with each token, so all
-    levels fit one array as long as the sequence, a Fenwick tree, and the blocks of i are read off the bits of i: i,
-    then i without its lowest bit, and so on. In base 64 these are, per digit of i, some of 63 nodes: one masked block
-    attention per digit, 64 queries × 63 nodes for the lowest, 4096 × 63 for the next. n·63 products per digit.
-    """
-
-    def blocks(self, n: int, i: int) -> list[range]:
-        def before(i: int) -> list[range]:
-            levels = [level for level in range(i.bit_length()) if i >> level & 1]
-            return [range(((i >> level) - 1) << level, (i >> level) << level) for level in levels]
-
-        found = before(i)
-        if not self.causal:
-            found += [range(n - block.stop, n - block.start) for block in before(n - 1 - i)]
-        return found
-
-    def direct(self, n, i):
-        return [i, *(block.start for block in self.blocks(n, i) if len(block) == 1)]
-
-    def groups(self, n, i):
-        return [Group(block) for block in self.blocks(n, i) if len(block) > 1]
-
-    def group_sets(self, n):
-        return (GroupSet("nodes"),) if self.causal else (GroupSet("nodes"), GroupSet("nodes-back"))
-
-    def plan(self, n, which):
-        """Sources: 0 the tokens, 1 the nodes, 2 the mirrored nodes.
-
-        An even token is a node and sees itself there, except a last one, whose node nobody else asks for.
-        """
-        if which != "main":
-            return self._members(n)
-        parts = self._digits(n, 1, False)
-        if n > 1:
-            odd = Grid(1, n // 2, 2)
-            parts.append(Part(odd, odd))
-        if n % 2:
-            parts.append(Part(Grid(n - 1), Grid(n - 1)))
-        return make_plan(parts if self.causal else parts + self._digits(n, 2, True), n)
-
-    @staticmethod
-    def _digits(n: int, source: int, back: bool) -> list[Part]:
-        """Queries to nodes, one digit after the other; a last block that is not full is a part of its own.
-
-        `back` mirrors it: blocks are counted from the end, and so are the nodes.
-        """
-        parts, unit = [], 1
-        while unit < n:
-            width = unit * RADIX
-            full, rest = divmod(n, width)
-            starts = (rest, 0) if back else (0, full * width)
-            for start, blocks, rows in zip(starts, (full, 1), (width, rest), strict=True):
-                nodes = (rows - 1) // unit  # of the block, at distances unit, 2·unit … from where it is counted
-                if not blocks or nodes < 1:
-                    continue
-                first = start + rows - nodes * unit if back else start + unit - 1
-                queries, keys = Grid(start, blocks, width, rows), Grid(first, blocks, width, nodes, unit)
-                parts.append(Part(queries, keys, source, rule=NODES_BACK if back else NODES))
-            unit = width
-        return parts
-
-    @staticmethod
-    def _members(n: int) -> Plan:
-        """Nodes to their tokens: those inside a block of 64 by one masked block, larger ones by one query each."""
-        full, rest = divmod(n, RADIX)
-        parts = []
-        if full:
-            inside = Grid(0, full, RADIX, RADIX - 1)
-            parts.append(Part(inside, inside, rule=MEMBERS))
-        if rest:
-            inside = Grid.of(range(full * RADIX, n))
-            parts.append(Part(inside, inside, rule=MEMBERS))
-        size = RADIX
-        while size <= n:
-            count = (n // size + 1) // 2  # blocks of this size with an even number
-            parts.append(Part(Grid(size - 1, count, 2 * size), Grid(0, count, 2 * size, size)))
-            size *= 2
-        return make_plan(parts, n)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
 from subquad.kernels import devices
-from subquad.kernels.merge import schedule
+from subquad.kernels.merge import rectangles, schedule
 from subquad.kernels.merge.reference import SOURCE
 from subquad.kernels.merge.rows import check
 from subquad.supports.support import GivenSupport, parse, plan_of
@@ -251,7 +251,7 @@ def _arrays(one: schedule.Pass) -> _Made:
     rows = [r for tile in one.rectangles for source in tile for r in source]
     counts = [len(source) for tile in one.rectangles for source in tile]
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    return _Made(tiles, starts, np.array(rows, np.int32).reshape(-1, schedule.FIELDS))
+    return _Made(tiles, starts, np.array(rows, np.int32).reshape(-1, rectangles.FIELDS))
 
 
 def _on_device(made: list[dict[int, _Made]], sources: int, device: torch.device) -> list[Tables]:

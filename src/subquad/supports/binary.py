@@ -1,0 +1,96 @@
+"""Combiner's plan over binary blocks of the sequence: everything before a query as O(log n) blocks of powers of two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from subquad.supports.partitions import Group, GroupSet, Partition
+from subquad.supports.parts import MEMBERS, NODES, NODES_BACK, Grid, Part, Plan, make_plan
+
+RADIX = 64  # the base in which positions are read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logsparse(Partition):
+    """Section 4.2 and appendix B: i itself and, for every set bit l of i, block (i>>l)-1 of size 2^l.
+
+    A block of level 0 is one token, hence direct. Bidirectional adds the mirror image, the same on n-1-i.
+
+    Blocks with an even number are the only ones ever asked for. Of these exactly one ends with each token, so all
+    levels fit one array as long as the sequence, a Fenwick tree, and the blocks of i are read off the bits of i: i,
+    then i without its lowest bit, and so on. In base 64 these are, per digit of i, some of 63 nodes: one masked block
+    attention per digit, 64 queries × 63 nodes for the lowest, 4096 × 63 for the next. n·63 products per digit.
+    """
+
+    def blocks(self, n: int, i: int) -> list[range]:
+        def before(i: int) -> list[range]:
+            levels = [level for level in range(i.bit_length()) if i >> level & 1]
+            return [range(((i >> level) - 1) << level, (i >> level) << level) for level in levels]
+
+        found = before(i)
+        if not self.causal:
+            found += [range(n - block.stop, n - block.start) for block in before(n - 1 - i)]
+        return found
+
+    def direct(self, n, i):
+        return [i, *(block.start for block in self.blocks(n, i) if len(block) == 1)]
+
+    def groups(self, n, i):
+        return [Group(block) for block in self.blocks(n, i) if len(block) > 1]
+
+    def group_sets(self, n):
+        return (GroupSet("nodes"),) if self.causal else (GroupSet("nodes"), GroupSet("nodes-back"))
+
+    def plan(self, n, which):
+        """Sources: 0 the tokens, 1 the nodes, 2 the mirrored nodes.
+
+        An even token is a node and sees itself there, except a last one, whose node nobody else asks for.
+        """
+        if which != "main":
+            return self._members(n)
+        parts = self._digits(n, 1, False)
+        if n > 1:
+            odd = Grid(1, n // 2, 2)
+            parts.append(Part(odd, odd))
+        if n % 2:
+            parts.append(Part(Grid(n - 1), Grid(n - 1)))
+        return make_plan(parts if self.causal else parts + self._digits(n, 2, True), n)
+
+    @staticmethod
+    def _digits(n: int, source: int, back: bool) -> list[Part]:
+        """Queries to nodes, one digit after the other; a last block that is not full is a part of its own.
+
+        `back` mirrors it: blocks are counted from the end, and so are the nodes.
+        """
+        parts, unit = [], 1
+        while unit < n:
+            width = unit * RADIX
+            full, rest = divmod(n, width)
+            starts = (rest, 0) if back else (0, full * width)
+            for start, blocks, rows in zip(starts, (full, 1), (width, rest), strict=True):
+                nodes = (rows - 1) // unit  # of the block, at distances unit, 2·unit … from where it is counted
+                if not blocks or nodes < 1:
+                    continue
+                first = start + rows - nodes * unit if back else start + unit - 1
+                queries, keys = Grid(start, blocks, width, rows), Grid(first, blocks, width, nodes, unit)
+                parts.append(Part(queries, keys, source, rule=NODES_BACK if back else NODES))
+            unit = width
+        return parts
+
+    @staticmethod
+    def _members(n: int) -> Plan:
+        """Nodes to their tokens: those inside a block of 64 by one masked block, larger ones by one query each."""
+        full, rest = divmod(n, RADIX)
+        parts = []
+        if full:
+            inside = Grid(0, full, RADIX, RADIX - 1)
+            parts.append(Part(inside, inside, rule=MEMBERS))
+        if rest:
+            inside = Grid.of(range(full * RADIX, n))
+            parts.append(Part(inside, inside, rule=MEMBERS))
+        size = RADIX
+        while size <= n:
+            count = (n // size + 1) // 2  # blocks of this size with an even number
+            parts.append(Part(Grid(size - 1, count, 2 * size), Grid(0, count, 2 * size, size)))
+            size *= 2
+        return make_plan(parts, n)
