@@ -14,10 +14,11 @@ from subquad.kernels.merge.cpu_program import program_of
 from subquad.kernels.pools import nodes, spans
 from subquad.kernels.vector_rows import add_row, exp_row, fill_row, gradient_row
 from subquad.kernels.vectors import dot, largest, multiply, multiply_add, multiply_add_turned, scale_row, transpose
+from subquad.supports.binary import Logsparse
 from subquad.supports.builders import rows_to_keys
 from subquad.supports.grids import AxialVertical
 from subquad.supports.parts import FAR, Grid, Part, make_plan
-from subquad.supports.spans import Fixed, Logsparse, Window
+from subquad.supports.spans import Fixed, Window
 
 TYPES = [np.float32, np.float64]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import subquad
 from subquad.supports import drawn as D
 from subquad.supports import patterns as P
-from subquad.supports.spans import Logsparse
+from subquad.supports.binary import Logsparse
 from test_kernels import cover
 
 
