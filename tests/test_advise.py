@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from subquad.advice import measuring, points, quality, ranking, reach
 from subquad.advice.costs import Costs, Size, crossover, share
 from subquad.advice.curves import Curve, Scaled, along, fitted
-from subquad.advice.peaks import Peaks, measure_memory, memory_tasks
+from subquad.advice.peaks import Peaks, kept, measure_memory, memory_tasks
 from subquad.advice.points import ALONE, BASE, Points, Shape, Subject
 from subquad.advice.ranking import Advice, Wish
 from subquad.attention.registry import available
@@ -341,6 +342,21 @@ def test_memory_is_measured_in_a_process_of_its_own(tmp_path):
     assert measure_memory(Points(HERE), [subject], tmp_path / "m.json", made_up()) and not list(tmp_path.iterdir())
 
 
+def test_counting_what_is_kept_frees_it_again(monkeypatch):
+    """An output that is saved for the backward pass, and handed to a hook as it is, is part of a cycle for ever."""
+    step, outputs = measuring.make(Subject("full", False), Shape(64, 4, 16), backward=True), []
+    forward = step.forward
+
+    def watched():
+        out = forward().sigmoid()  # saves its own output
+        outputs.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(step, "forward", watched)
+    assert kept(step) >= 64 * 64 * 4
+    assert [ref() for ref in outputs] == [None]
+
+
 def test_memory_is_that_of_a_step_whose_kernels_are_loaded():
     """What a process does once is not counted, whichever request is the first; plans are made anew every time."""
     subject, shape = Subject("bigbird", False), Shape(512, 4, 64, 2)
@@ -458,9 +474,9 @@ def test_calibrate_measures_memory_without_times(run, tmp_path, monkeypatch):
     result = run("calibrate", "linear", "--causal", "--memory", "--no-time", "--out", path)
     assert result.exit_code == 0 and "calibrated" in result.stdout, result.stderr
     assert "times may be too long" not in result.stdout, "there are none"
-    kept = Points.read(path).values[Subject("linear", True)]
-    assert set(kept) == {"forward bytes", "train bytes", "kept bytes", "parameter bytes"}
-    assert Shape(*points.BATCHED) in kept["train bytes"]
+    written = Points.read(path).values[Subject("linear", True)]
+    assert set(written) == {"forward bytes", "train bytes", "kept bytes", "parameter bytes"}
+    assert Shape(*points.BATCHED) in written["train bytes"]
 
 
 def test_the_layers_of_the_study_are_drawn():

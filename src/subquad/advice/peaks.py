@@ -156,7 +156,7 @@ def kept(step: Step) -> int:
         storage = x.untyped_storage()
         if storage.data_ptr() not in known:
             found[storage.data_ptr()] = storage.nbytes()
-        return x
+        return x.detach()  # alive, so that no other takes its address; x itself would tie a saved output to itself
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = step.forward()
