@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from subquad.advice import measuring, points, quality, ranking, reach
-from subquad.advice.costs import Costs, Size, crossover, share
+from subquad.advice.costs import Costs, Size, crossover, memory_curve, share
 from subquad.advice.curves import Curve, Scaled, along, fitted
 from subquad.advice.peaks import Peaks, kept, measure_memory, memory_tasks
 from subquad.advice.points import ALONE, BASE, Points, Shape, Subject
@@ -89,6 +89,14 @@ def test_a_row_in_a_batch_may_cost_more_than_a_row_alone():
     costs = Costs(made_up())
     once, many = (costs.seconds(Subject("linear", True), Size(3000, 256, 4, batch), "train") for batch in (1, 4))
     assert many == pytest.approx(4 * once, rel=0.05), "and where it does not, it is proportional"
+
+
+def test_memory_is_linear_unless_the_points_say_otherwise():
+    work = [lambda n: n, lambda n: n**1.5]
+    nearly = {Shape(n, *BASE): value for n, value in ((512, 6.6e6), (2048, 28.6e6), (8192, 117.2e6))}
+    assert memory_curve(nearly, work).at(65536) == pytest.approx(8 * 117.2e6, rel=0.02)
+    steep = {Shape(n, *BASE): 1e4 * n + 500 * n**1.5 for n in (512, 2048, 8192)}
+    assert memory_curve(steep, work).at(65536) == pytest.approx(1e4 * 65536 + 500 * 65536**1.5, rel=1e-3)
 
 
 def test_the_fit_has_no_negative_coefficients():

@@ -40,6 +40,7 @@ from subquad.core.options import split_spec
 FLOAT = 4  # bytes of float32
 MOST = 0.9  # of a layer's time: the projections take at most that
 NOISE = 2**20  # bytes that the memory of a process is uncertain by
+LINEAR = 0.12  # relative error up to which memory counts as linear in the length
 COUNTED = 256  # tokens at which a mechanism's own projections are counted
 
 
@@ -149,11 +150,17 @@ class Costs:
             return Scaled(Curve(found, state_terms(subject)), found, tensors=False)
         if quantity == "parameter bytes":
             return Scaled(Curve(found, [lambda n: n, lambda n: n * n]), found, tensors=False)
-        if (
-            quantity == "train bytes"
-        ):  # the gradients of the weights grow like the square of the width: `peak` adds them
+        if quantity == "train bytes":  # the gradients of the weights grow with the square of the width: see `peak`
             found = {s: max(0.0, v - Size(s.n, s.width, s.heads).weights) for s, v in found.items()}
-        return Scaled(Curve(found, work_terms(subject), NOISE), found)
+        return Scaled(memory_curve(found, work_terms(subject)), found)
+
+
+def memory_curve(points: dict[Shape, float], work: list[Term]) -> Curve:
+    """Scores are not stored, so memory is linear in the length, unless the points say otherwise: what they are off a
+    line by chance would grow to a large error at long lengths.
+    """
+    line = Curve(points, [lambda n: n], NOISE)
+    return line if line.largest_error <= LINEAR else Curve(points, work, NOISE)
 
 
 class Projected:

@@ -63,6 +63,11 @@ class Curve:
         self.missed = np.log(np.maximum(values, floor) / np.maximum(model, floor))
         self.constant = float(min(self.coefficients[0], values.min()))
 
+    @property
+    def largest_error(self) -> float:
+        """How far the terms alone are off a measured point, relative to it."""
+        return float(np.abs(np.expm1(-self.missed)).max())
+
     def at(self, n: float, tensors: float | None = None) -> float:
         """The value for n tokens; `tensors`: the length at which tensors of the base size are as large as those of the
         size that is asked for, n where it is not given.
