@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from subquad.kernels import devices
+from subquad.kernels.pools import groups
+from subquad.kernels.pools.nodes import nodes_of_pairs
 
 
 class Moves(TorchDispatchMode):
@@ -40,20 +45,17 @@ class Moves(TorchDispatchMode):
 
 
 class Bodies(Moves):
-    """The same, with the operators of the library carried out as on a GPU, where a trace knows but their shapes.
+    """The same, with the operators of the library carried out as on a GPU, where a trace knows but their shapes."""
 
-    Lists of edges are left out: they are made on the host, and their number is open in a trace.
-    """
-
-    OPEN = ("sample_graphs", "pattern_edges", "pattern_mask", "partition_edges")
+    ON_HOST = ("pattern_edges", "pattern_mask", "partition_edges")  # what they make of a support has contents
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, name = str(func).split(".")[:2]
-        if space != "subquad" or name in self.OPEN:
+        if space != "subquad":
             return super().__torch_dispatch__(func, types, args, kwargs)
         known = OPDEFS[f"subquad::{name}"]._backend_fns
         self.operators.append(str(func))
-        with self:
+        with unset_fake_temporarily() if name in self.ON_HOST else self:
             return known["cuda" if "cuda" in known else None](*args, **(kwargs or {}))
 
 
@@ -146,6 +148,18 @@ def fake_device(bodies: bool = False) -> Iterator[Moves]:
     moves = (Bodies if bodies else Moves)("meta")
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), moves:
         yield moves
+
+
+@contextmanager
+def as_on_a_gpu(impl: str = "reference") -> Iterator[None]:
+    """Inside, tensors of the CPU, with their contents, take the way of those of a GPU: for values and gradients."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(devices, "is_host", return_value=False))
+        stack.enter_context(mock.patch.object(groups.lines, "takes", return_value=False))  # kernels of a CPU alone
+        stack.enter_context(mock.patch.object(groups, "binary_nodes", nodes_of_pairs))
+        stack.enter_context(devices.use(impl))
+        stack.enter_context(Bodies("cuda"))
+        yield
 
 
 def on_fake_gpu(module: nn.Module, device: str = "cuda") -> nn.Module:

@@ -86,21 +86,47 @@ def test_the_backward_pass_of_a_mechanism_stays_on_the_device(name, no_autocast)
     trace_backward(subquad.MultiheadAttention(WIDTH, 4, attention=name, **about), output)
 
 
-READS_SIZES = {"routing", "combiner-routing", "reformer", "scatterbrain", "sbm"}  # of clusters, or of drawn graphs
-
-
-@pytest.mark.parametrize("name", subquad.available())
-def test_operators_do_not_wait_for_the_device(name, no_autocast):
-    """Forward and backward, inside the operators too; but for those whose work has a size that the host must know."""
-    about = {"causal": directions(name)[0], "max_length": 128, "batch_first": True, **mechanism(name).examples[0]}
+def check_waiting(name: str, causal: bool, padded: bool, options: dict) -> None:
+    """Forward and backward, inside the operators too: the host waits for the device where the mechanism says so."""
+    about = {"causal": causal, "max_length": 128, "batch_first": True, **options}
     layer = subquad.MultiheadAttention(WIDTH, 4, attention=name, **about)
 
     def output(layer):
         x = torch.empty(2, N, WIDTH, device="meta", requires_grad=True)
-        return layer(x, x, x, need_weights=False)[0]
+        padding = torch.empty(2, N, dtype=torch.bool, device="meta") if padded else None
+        return layer(x, x, x, key_padding_mask=padding, need_weights=False)[0]
 
-    with pytest.raises(GuardOnDataDependentSymNode) if name in READS_SIZES else nullcontext():
+    declared = layer.attention.host_reads(padded)
+    with pytest.raises(GuardOnDataDependentSymNode) if declared else nullcontext():
         trace_backward(layer, output, bodies=True)
+
+
+def paddings(name: str) -> list[bool]:
+    return [False, True] if mechanism(name).capabilities.padding else [False]
+
+
+@pytest.mark.parametrize("name", subquad.available())
+def test_operators_do_not_wait_for_the_device(name, no_autocast):
+    for causal in directions(name):
+        for padded in paddings(name):
+            check_waiting(name, causal, padded, mechanism(name).examples[0])
+
+
+@pytest.mark.parametrize("options", [{"map": "topk", "topk": 3}, {"map": "sparselin-gen"}, {"map": "entmax"}], ids=str)
+def test_other_probability_maps_do_not_wait(options, no_autocast):
+    for padded in (False, True):
+        check_waiting("strided", True, padded, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", subquad.available())
+def test_operators_do_not_wait_with_any_example(name, no_autocast):
+    """Also with dropout, which other kernels run."""
+    for causal in directions(name):
+        for options in mechanism(name).examples:
+            for padded in paddings(name) if options.get("causal", causal) == causal else ():
+                for dropout in (0.0, 0.1):
+                    check_waiting(name, causal, padded, {**options, "dropout": dropout})
 
 
 @pytest.mark.slow
@@ -108,10 +134,7 @@ def test_operators_do_not_wait_for_the_device(name, no_autocast):
 def test_a_mechanism_stays_on_the_device_with_every_example(name):
     for causal in directions(name):
         for options in mechanism(name).examples:
-            sorts_rows = (
-                options.get("map", "softmax") != "softmax"
-            )  # by their numbers of keys, which the host must know
-            if options.get("causal", causal) == causal and not sorts_rows:
+            if options.get("causal", causal) == causal:
                 trace(name, causal, options)
 
 

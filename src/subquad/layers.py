@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from subquad.attention.base import draw_seed
 from subquad.attention.registry import attention as make_attention
 from subquad.attention.states import State
+from subquad.kernels import devices
 from subquad.kernels.affine import affine
 from subquad.packing import Packing, attend_packed, packing_of
 
@@ -258,10 +259,7 @@ class MultiheadAttention(nn.Module):
         if padding is None:
             return None
         if padding.is_floating_point():
-            if not bool(((padding == 0) | (padding == -torch.inf)).all()):
-                raise ValueError(
-                    "key_padding_mask: a float mask may hold 0 and -inf only; other biases are not supported"
-                )
+            _check_values(padding, "key_padding_mask")
             padding = padding == -torch.inf
         elif padding.dtype != torch.bool:
             raise TypeError(f"key_padding_mask must be bool (True = padding) or float, not {padding.dtype}")
@@ -280,10 +278,10 @@ class MultiheadAttention(nn.Module):
             )
         if mask is None or is_causal:  # torch: with is_causal the mask is a hint that says the same
             return None
-        if mask.is_floating_point() and not bool(((mask == 0) | (mask == -torch.inf)).all()):
-            raise ValueError("attn_mask: a float mask may hold 0 and -inf only; other biases are not supported")
+        if mask.is_floating_point():
+            _check_values(mask, "attn_mask")
         seen = ~mask if mask.dtype == torch.bool else mask == 0  # torch: True = may not attend
-        if seen.dim() == 2 and seen.shape == (n, m) and causal and bool((seen == torch.ones_like(seen).tril()).all()):
+        if seen.dim() == 2 and seen.shape == (n, m) and causal and self._is_causal(seen):
             return None
         if self.attention.name != "full":
             raise ValueError(
@@ -294,6 +292,28 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"attn_mask must have shape {(n, m)} or (B·H, {n}, {m}), not {tuple(mask.shape)}")
         return seen if seen.dim() == 2 else seen.unflatten(0, (-1, self.num_heads))  # (n, m) or (B, H, n, m)
 
+    def _is_causal(self, seen: Tensor) -> bool:
+        """Is it the causal mask, (n, m)? A GPU is not waited for: a mechanism that takes no other assumes so and the device
+        checks it, full attention takes it as it is.
+        """
+        same = (seen == torch.ones_like(seen).tril()).all()
+        if devices.is_host(seen):
+            return bool(same)
+        if self.attention.name == "full":
+            return False
+        torch._assert_async(same, f"attn_mask: {self.attention.name} takes the causal mask of a causal layer alone")
+        return True
+
     def extra_repr(self) -> str:
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         return f"{sizes}, head_dim={self.head_dim}, batch_first={self.batch_first}"
+
+
+def _check_values(mask: Tensor, name: str) -> None:
+    """A float mask is one of 0 and -inf; on a GPU the device checks it, and the host does not wait."""
+    message = f"{name}: a float mask may hold 0 and -inf only; other biases are not supported"
+    fits = ((mask == 0) | (mask == -torch.inf)).all()
+    if not devices.is_host(mask):
+        torch._assert_async(fits, message)
+    elif not bool(fits):
+        raise ValueError(message)

@@ -166,6 +166,10 @@ class Attention(nn.Module):
         seen = self.support(n)
         return seen.sum().item() / (len(seen) if seen.dim() == 3 else 1)
 
+    def host_reads(self, padded: bool) -> str:
+        """What the host reads from a GPU in a call, with or without a key mask, and so waits for; "" = nothing."""
+        return ""
+
     @property
     def counted_lengths(self) -> tuple[int, int]:
         """Between which lengths the growth of the cost is counted."""

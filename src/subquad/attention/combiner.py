@@ -86,6 +86,12 @@ class Combiner(SizedAttention):
         """The partition with every size decided, for a call of length n."""
         return self.partition if self._is_sized else self.partition.sized(n)
 
+    def host_reads(self, padded: bool) -> str:
+        part = self.sized(1).within("main", 1)
+        drops = self.training and self.options.dropout > 0
+        alike = part is not None and (part.is_numbered or not drops)
+        return "" if not padded or alike else "the lengths of rows, which their blocks depend on"
+
     def described(self, slots: int, n: int) -> tuple[str, tuple[GroupSet, ...]]:
         """The text of that partition, and its group sets for rows of up to n tokens."""
         if self._is_sized:

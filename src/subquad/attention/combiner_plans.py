@@ -320,6 +320,9 @@ class CombinerPlan(Combiner):
             return IndexSets(sets=given, causal=options.causal)
         raise TypeError(f"combiner-plan: plan must be a function n → (direct, groups) or a Partition, not {given!r}")
 
+    def host_reads(self, padded: bool) -> str:
+        return "the lengths of rows, which their plans depend on" if padded else ""
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Rows of equal length together: a plan of one's own may divide every length in another way."""
         if call.lengths is None:

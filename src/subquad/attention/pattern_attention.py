@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Call
 from subquad.attention.full import MapOptions, drop, masked_map
+from subquad.attention.outputs import within_rows
 from subquad.attention.sized import SizedAttention
 from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.keys import Keys
@@ -27,9 +28,10 @@ from subquad.attention.states.state import Memory
 from subquad.core.hashing import seed_from
 from subquad.core.numbers import settled
 from subquad.core.options import option
+from subquad.kernels import devices
 from subquad.kernels.edges import edge_attention, edge_mapped_attention
 from subquad.kernels.merge import merge_attention
-from subquad.kernels.tables import UNION, pattern_edges, pattern_mask
+from subquad.kernels.tables import UNION, is_nested, pattern_buckets, pattern_edges, pattern_mask
 from subquad.supports.kept import EVERYTHING
 from subquad.supports.pattern import Pattern
 from subquad.supports.shards import Tail
@@ -77,6 +79,9 @@ class PatternAttention(SizedAttention):
         """Edge lists have a length of their own."""
         return not self._has_parts or self.options.map != "softmax"
 
+    def host_reads(self, padded: bool) -> str:
+        return "" if not padded or self.sized(1).is_nested else "the lengths of rows, which their sets depend on"
+
     def head_groups(self) -> list[tuple[range, int | None]]:
         """Which heads use which family; None = the union of all."""
         heads, p = self.options.num_heads, self.pattern.families
@@ -94,9 +99,11 @@ class PatternAttention(SizedAttention):
         if self.options.map == "softmax" and self._has_parts:
             return self._by_blocks(text, q, k, v, call)
         if self.options.map == "softmax":
-            edges = self._edges(text, q, call.lengths)
+            together = self._takes_rows_together(text, q, call)
+            edges = self._edges(text, q, None if together else call.lengths)
             about: dict[str, Any] = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed}
-            return edge_attention(q, k, v, edges, scale=self.options.softmax_scale, **about)
+            out = edge_attention(q, k, v, edges, scale=self.options.softmax_scale, **about)
+            return within_rows(out, call) if together else out
         return self._mapped(text, q, k, v, call)
 
     def _by_blocks(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -167,6 +174,10 @@ class PatternAttention(SizedAttention):
     def _edges(self, text: str, q: Tensor, lengths: Tensor | None):
         return pattern_edges(q, text, self._families(), q.shape[2], q.shape[1], lengths)
 
+    def _takes_rows_together(self, text: str, q: Tensor, call: Call) -> bool:
+        """On a GPU rows of their own length have one edge list, where they can: their lengths are not read."""
+        return call.lengths is not None and not devices.is_host(q) and is_nested(text)
+
     def _mapped(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Any probability map: over the edges of each run of rows of equal length, or in a compiled graph dense."""
         if torch.compiler.is_compiling():
@@ -175,6 +186,8 @@ class PatternAttention(SizedAttention):
             weights = masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
             return drop(weights, call).to(v.dtype) @ v
         scale, n = self.options.softmax_scale, q.shape[2]
+        if not devices.is_host(q) and (call.lengths is None or self._takes_rows_together(text, q, call)):
+            return self._mapped_together(text, q, k, v, call)
         sizes = [n] * len(q) if call.lengths is None else call.lengths.tolist()
         out, first = torch.zeros_like(q), 0
         for b in range(1, len(q) + 1):
@@ -191,6 +204,14 @@ class PatternAttention(SizedAttention):
                 found = edge_mapped_attention(x, y, z, edges, self.map_of_heads, scale=scale, key_mask=mask, **about)
                 out = out.index_put((torch.arange(rows.start, rows.stop)[:, None, None], *_slots(x)), found)
         return out
+
+    def _mapped_together(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Over one edge list, whose rows the host has sorted by their numbers of keys."""
+        edges, buckets = self._edges(text, q, None), pattern_buckets(q, text, self._families(), q.shape[2])
+        about: dict[str, Any] = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed}
+        about["buckets"] = buckets
+        out = edge_mapped_attention(q, k, v, edges, self.map_of_heads, scale=self.options.softmax_scale, **about)
+        return within_rows(out, call)
 
     def map_of_heads(self, scores: Tensor, allowed: Tensor) -> Tensor:
         """ρ of every head: scores and mask (B, H, …, keys)."""

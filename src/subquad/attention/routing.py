@@ -133,6 +133,10 @@ class Routing(Attention):
 
     # ---- attention ----
 
+    def host_reads(self, padded: bool) -> str:
+        """Torch's kernels take clusters of any sizes, but draw dropout that no seed of ours decides."""
+        return "the sizes of its clusters" if self.training and self.options.dropout > 0 else ""
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return self._observed(q, k, v, call, observe=False)[0]
 

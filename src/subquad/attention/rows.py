@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.kernels import devices
+
 
 class Rows(NamedTuple):
     """Where the rows of a padded batch begin and end; `align` moves them to slot 0, `restore` moves them back."""
@@ -27,7 +29,8 @@ class Rows(NamedTuple):
         start = torch.where(key_mask, place, n).amin(1).minimum(end)
         if not align:
             return cls(key_mask, end, None, None)
-        looks = not torch.compiler.is_compiling()  # a graph is made for all masks
+        # a graph is made for all masks, and a GPU would have to be waited for
+        looks = devices.is_host(key_mask) and not torch.compiler.is_compiling()
         solid = looks and bool((key_mask.sum(1) == end - start).all())
         if looks and not bool(start.any()):
             return cls(key_mask, end, None, None, solid)

@@ -217,6 +217,10 @@ class Sbm(Attention):
         q, k = torch.randn(2, 1, self.options.num_heads, n, self.options.head_dim, generator=draw).to(self.clusters)
         return q, k
 
+    def host_reads(self, padded: bool) -> str:
+        """Up to n² edges can be drawn: lists with room for all of them would cost what full attention costs."""
+        return "how many edges it has drawn"
+
     # ---- density ----
 
     def _density(self, drawn: Sample, w: Tensor, z: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -140,6 +140,10 @@ class Scatterbrain(Attention):
 
     # ---- pictures and counts ----
 
+    def host_reads(self, padded: bool) -> str:
+        """Who meets is all that bounds the work of the sparse part: up to n² pairs, as a rule n²/buckets."""
+        return "how many queries and keys every bucket has"
+
     def picture(self, n: int) -> Tensor:
         """Queries and keys dealt out to the buckets; the real ones depend on q and k."""
         place = torch.arange(n)

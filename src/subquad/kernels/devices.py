@@ -45,7 +45,7 @@ OPERATORS = {
         Operator("graphs", ("triton", "reference"), "sampled graphs: listed rows; masked rows in torch operators"),
         Operator("sampler", ("reference",), "graphs of a stochastic block model, in torch operators"),
         Operator("linear", ("triton", "reference"), "prefix sums of φ(k)vᵀ"),
-        Operator("clusters", ("reference",), "tokens sorted by cluster, in torch operators"),
+        Operator("clusters", ("aten", "reference"), "tokens sorted by cluster: torch's kernels for whole clusters"),
         Operator("selected", ("reference",), "blocks chosen by their scores, in torch operators"),
         Operator("compressed", ("reference",), "a window and entries of the past, in torch operators"),
         Operator("runs", ("reference",), "blocks of queries to runs of keys, in torch operators"),
@@ -74,6 +74,11 @@ def _checked(impl: str, what: str) -> str:
     if impl not in IMPLS:
         raise ValueError(f"{what} must be one of {', '.join(IMPLS)}, not {impl!r}")
     return impl
+
+
+def is_host(x: torch.Tensor) -> bool:
+    """Is x where the host reads it? Elsewhere it would wait for the device, so that nothing is decided by values."""
+    return x.device.type == "cpu"
 
 
 @cache

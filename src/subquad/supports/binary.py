@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from subquad.supports.partitions import Group, GroupSet, Partition
 from subquad.supports.parts import MEMBERS, NODES, NODES_BACK, Grid, Part, Plan, make_plan
+from subquad.supports.support import Within
 
 RADIX = 64  # the base in which positions are read
 
@@ -55,6 +56,12 @@ class Logsparse(Partition):
         if n % 2:
             parts.append(Part(Grid(n - 1), Grid(n - 1)))
         return make_plan(parts if self.causal else parts + self._digits(n, 2, True), n)
+
+    def within(self, which, length):
+        """Of an odd number of tokens the last sees itself as a token, of more tokens as the node that it is."""
+        if which != "main":
+            return Within(length, (length,))
+        return Within(length, (length, length), is_numbered=False) if self.causal else None
 
     @staticmethod
     def _digits(n: int, source: int, back: bool) -> list[Part]:

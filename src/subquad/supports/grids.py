@@ -14,7 +14,7 @@ from subquad.core.numbers import root
 from subquad.supports.builders import diagonal
 from subquad.supports.partitions import Group, GroupSet, Partition
 from subquad.supports.parts import FAR, Grid, Part, Plan, make_plan
-from subquad.supports.support import Support, constant_of_graphs, parse
+from subquad.supports.support import Support, Within, constant_of_graphs, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,15 @@ class Axial(Partition):
             return member_plan(n, c, self.causal, self.kinds[int(which.removeprefix("members:")) - 1])
         parts = direct_parts(n, c, self.causal, column=self.kinds != ("asked-row",))
         return make_plan(parts + group_parts(n, c, self.causal, self.kinds, 1), n)
+
+    def within(self, which, length):
+        c = self.cols
+        if c is None:
+            return None
+        if which != "main":
+            kind = self.kinds[int(which.removeprefix("members:")) - 1]
+            return Within(_summaries(length, c, self.causal, kind), (length,))
+        return Within(length, (length, *(_summaries(length, c, self.causal, kind) for kind in self.kinds)))
 
     def width(self, n: int) -> int:
         return self.cols or root(n)
@@ -153,6 +162,11 @@ def has_groups(n: int, c: int, kind: str) -> bool:
     return n > c and (c > 1 or kind == "asked-row")
 
 
+def _summaries(n: Any, c: int, causal: bool, kind: str) -> Any:
+    """How many summaries of a kind there are places for; causal, only complete rows have any."""
+    return (-(-n // c) - int(causal)) * c * (n > c) * int(c > 1 or kind == "asked-row")
+
+
 def direct_parts(n: int, c: int, causal: bool, *, column: bool = True) -> list[Part]:
     """Every token to its own row and, if wanted, to the rest of its own column."""
     parts = diagonal(0, n, c, causal=causal)
@@ -249,6 +263,14 @@ class AxialMixture(Support):
         every = tuple(kind for kinds in self.kinds for kind in kinds)
         parts = direct_parts(n, c, causal, column=set(every) != {"asked-row"})
         return make_plan(parts if which == "direct" else parts + group_parts(n, c, causal, every, 1), n)
+
+    def within(self, which, length):
+        about = (self.cols, self.causal)
+        if which.startswith("groups:"):
+            kinds = self.kinds[int(which.removeprefix("groups:"))]
+            return Within(length, tuple(_summaries(length, *about, kind) for kind in kinds))
+        every = () if which == "direct" else (kind for kinds in self.kinds for kind in kinds)
+        return Within(length, (length, *(_summaries(length, *about, kind) for kind in every)))
 
 
 @constant_of_graphs

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from subquad.supports.builders import rows_to_keys
 from subquad.supports.parts import FAR, Grid, Part, Plan, make_plan
-from subquad.supports.support import Support
+from subquad.supports.support import Support, Within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,10 @@ class LongShort(Support):
 
     def plan(self, n: int, which: str) -> Plan:
         return make_plan(self._homes(n) + self._summaries(n), n)
+
+    def within(self, which: str, length: Any) -> Within:
+        count = -(-length // self.segment) * self.rank if self.causal else length * 0 + self.rank
+        return Within(length, (length, count))
 
     def _homes(self, n: int) -> list[Part]:
         (left, right), w = self.margins, self.window

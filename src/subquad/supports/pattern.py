@@ -23,7 +23,7 @@ from torch import Tensor
 from subquad.core.numbers import triangle
 from subquad.supports.kept import EVERYTHING, Kept, Ranges
 from subquad.supports.parts import Grid, Part, Plan, make_plan
-from subquad.supports.support import Support
+from subquad.supports.support import Support, Within
 
 ROWS = 1024  # masks of long sequences are made this many rows at a time
 DENSE = 0.75  # share of all pairs from which on blocks are not worth their while
@@ -50,6 +50,11 @@ class Pattern(Support):
         """The same sets as blocks, or None where they are not regular (then the edge list runs)."""
         return None
 
+    @property
+    def is_nested(self) -> bool:
+        """Are the sets of fewer tokens those of more tokens, cut off? Causal sets are."""
+        return self.causal
+
     def drawn(self, n: int) -> tuple[int, ...]:
         """The blocks that parts with draws refer to."""
         return ()
@@ -68,6 +73,9 @@ class Pattern(Support):
         if n >= 256 and not self.causal and plan.pairs > DENSE * n * n:  # one masked product is faster
             return make_plan([_Masked.of(self.rows(n, family, 0, n))], n)
         return plan
+
+    def within(self, which, length):
+        return Within(length, (length,)) if self.is_nested else None
 
     # ---- streaming ----
 

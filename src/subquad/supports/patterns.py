@@ -26,6 +26,10 @@ class Strided(Pattern):
     def sized(self, n):
         return replace(self, w=self.w or root(n))
 
+    @property
+    def is_nested(self):
+        return self.w is not None
+
     def reach(self, n: int) -> tuple[int, int, int]:
         w = self.w or root(n)
         return w, -(-w // 2), w // 2
@@ -71,6 +75,10 @@ class Fixed(Pattern):
 
     def sized(self, n):
         return replace(self, w=self.w or root(n))
+
+    @property
+    def is_nested(self):
+        return self.w is not None and (self.causal or not self.close)
 
     def allows(self, family, i, j, n):
         w = self.w or root(n)
@@ -166,6 +174,7 @@ class Longformer(Pattern):
 
     window: int = 128
     global_tokens: int = 0
+    is_nested = True
 
     def allows(self, family, i, j, n):
         near = (j >= i - -(-self.window // 2)) & (j <= i + self.window // 2)
@@ -200,6 +209,7 @@ class Blocks(Pattern):
     """The own block of `size` tokens, and nothing else."""
 
     size: int = 128
+    is_nested = True
 
     def allows(self, family, i, j, n):
         return i // self.size == j // self.size
@@ -226,6 +236,10 @@ class Axial(Pattern):
 
     def sized(self, n):
         return replace(self, cols=self.cols or root(n))
+
+    @property
+    def is_nested(self):
+        return self.cols is not None
 
     def allows(self, family, i, j, n):
         cols = self.cols or root(n)
@@ -263,6 +277,10 @@ class Logsparse(Pattern):
     """
 
     sets: str = "suffix"
+
+    @property
+    def is_nested(self):
+        return self.causal or self.sets == "powers"
 
     def allows(self, family, i, j, n):
         if self.sets == "powers":
@@ -309,6 +327,7 @@ class Custom(GivenSupport, Pattern):
 
     masks: Callable[[int], Tensor]
     families: int = 1
+    is_nested = False  # a function of one's own may look at the length
 
     @property
     def longest(self):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from subquad.supports.builders import strips
 from subquad.supports.parts import make_plan
-from subquad.supports.support import Support, constant_of_graphs
+from subquad.supports.support import Support, Within, constant_of_graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,9 @@ class Slices(Support):
             return make_plan(strips(n, size, -reach, size + ahead, causal=self.causal), n)
         parts = strips(n, size, 0, size, causal=self.causal) + strips(n, size, -reach, 0, source=1)
         return make_plan(parts + ([] if self.causal else strips(n, size, size, size + reach, source=2)), n)
+
+    def within(self, which, length):
+        return Within(length, (length, length, length))  # every source has the tokens
 
 
 @constant_of_graphs

@@ -11,6 +11,7 @@ from subquad.supports.builders import CHUNKS, diagonal, rows_to_keys, window_blo
 from subquad.supports.kept import Kept, first_ones, recent
 from subquad.supports.partitions import Group, GroupSet, Partition
 from subquad.supports.parts import NEAR, NOT_NEAR, Grid, Part, Plan, make_plan
+from subquad.supports.support import Within
 
 
 def default_span(n: int, depth: int = 1) -> int:
@@ -34,6 +35,18 @@ def span_members(n: int, span: int, sinks: int = 0) -> Plan:
     if rest and full >= whole:
         parts.append(Part(Grid(full), Grid.of(range(full * span, n))))
     return make_plan(parts, full + bool(rest))
+
+
+def _within_spans(self: Any, which: str, length: Any) -> Within | None:
+    """`Support.within` for a tree of spans, or for one level of them."""
+    s = self.span
+    if s is None or which.startswith("from:"):
+        return None
+    counts = [-(-length // s**level) for level in range(getattr(self, "depth", 1) + 1)]  # tokens, spans, spans of spans
+    if which == "main":
+        return Within(length, tuple(counts))
+    level = int(which.removeprefix("members:"))
+    return Within(counts[level], (counts[level - 1],))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +75,9 @@ class Fixed(Partition):
 
     def plan(self, n, which):
         return Tree(causal=self.causal, span=self.span, depth=1).plan(n, which)
+
+    def within(self, which, length):
+        return Tree(causal=self.causal, span=self.span, depth=1).within(which, length)
 
     def kept(self, margin):
         return Tree(causal=self.causal, span=self.span, depth=1).kept(margin)
@@ -131,6 +147,8 @@ class Window(Partition):
         seen = {"hi": -w} if causal else {"xlo": 1 - w, "xhi": w + s - 2}
         parts += rows_to_keys(range(n), range(-(-n // s))[begin:], positions=ends, source=1, **seen)
         return make_plan(parts, n)
+
+    within = _within_spans
 
     def kept(self, margin):
         near = recent(self.window + self.span - 2, margin)
@@ -225,6 +243,8 @@ class Tree(Partition):
                 break
             parts += self._inside(n, s, level)
         return make_plan(parts, n)
+
+    within = _within_spans
 
     def _continued(self, n: int, s: int, before: int) -> Plan:
         """ "from:a" is "main" for n causal tokens that a complete blocks of s stand before.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from subquad.supports.parts import Plan
@@ -21,6 +21,14 @@ Function = TypeVar("Function")
 
 _GIVEN: WeakValueDictionary[int, Any] = WeakValueDictionary()  # supports that are made of a user's own functions
 _NUMBERS = count()
+
+
+class Within(NamedTuple):
+    """The part of a longer plan that is the plan of fewer tokens: its first queries, the first keys of each source."""
+
+    rows: Any
+    keys: tuple[Any, ...]
+    is_numbered: bool = True  # keys have the same numbers in both, which dropout goes by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,13 @@ class Support:
     def plan(self, n: int, which: str) -> Plan:
         """The blocks of one of its attentions for length n; `which` names it, such as "main"."""
         raise TypeError(f"{type(self).__name__} has no plan {which!r}")
+
+    def within(self, which: str, length: Any) -> Within | None:
+        """What of the plan of any longer sequence is the plan of `length` tokens, a number or a tensor of them.
+
+        None: it is no part of it, because the sets of a query depend on how many tokens there are.
+        """
+        return None
 
 
 class GivenSupport(Support):

@@ -35,6 +35,8 @@ class Layout:
     members of a cluster are its c-th chunk. That rank counts earlier tokens alone: nothing of the future is in it.
     """
 
+    batch = BATCH
+
     def __init__(
         self,
         order: Tensor,
@@ -51,16 +53,20 @@ class Layout:
         self.order, self.total = order, cluster.numel()
         label = (cluster + torch.arange(g, device=order.device)[:, None] * clusters).flatten()  # (N,)
         self.tag = torch.cat((label, label.new_full((1,), -1)))  # (N + 1,): the cluster, numbered over all sequences
-        self.sizes = torch.bincount(label, minlength=g * clusters)  # (G·C,)
+        self.sizes = self._count(label, g * clusters)  # (G·C,)
         self.starts = self.sizes.cumsum(0) - self.sizes
         self.real = torch.cat((real.flatten(), real.new_zeros(1)))  # (N + 1,)
-        self._place_members(order[self.real[order]])
+        self._place_members()
 
-    def _place_members(self, members: Tensor) -> None:
-        """Where the summaries stand. members: the tokens that count, by cluster.
+    def _count(self, label: Tensor, labels: int) -> Tensor:
+        return torch.bincount(label, minlength=labels)
+
+    def _place_members(self) -> None:
+        """Where the summaries stand.
 
         The summary at token p stands for its cluster before time end[p] (causal: from p on), at padding never.
         """
+        members = self.order[self.real[self.order]]  # the tokens that count, by cluster
         following = torch.cat((members, members.new_full((1,), self.total)))[1:]
         again = self.tag[following] == self.tag[members]
         last = members[~again]
@@ -85,7 +91,7 @@ class Layout:
         width, by_width = (stop - first).sort(stable=True)
         widths, repeats = (x.tolist() for x in width.unique_consecutive(return_counts=True))
         for w, same in zip(widths, by_width.split(repeats), strict=True):
-            for tiles in same.split(max(1, BATCH // (size * w))):
+            for tiles in same.split(max(1, self.batch // (size * w))):
                 yield self._own_tiles(owner[tiles], number[tiles][:, None], first[tiles][:, None], w, last_query_only)
 
     def _own_tiles(self, owner: Tensor, number: Tensor, first: Tensor, width: int, last_query_only: bool) -> Tiles:
@@ -114,7 +120,7 @@ class Layout:
         """Every token to the summaries that stand for the other clusters at its time."""
         table = self._table().flatten(0, 1)  # (G·stretches, C)
         stretches = -(-self.n // TIME)
-        step = max(1, BATCH // (TIME * (self.clusters + TIME * self.causal)))
+        step = max(1, self.batch // (TIME * (self.clusters + TIME * self.causal)))
         within = torch.arange(TIME, device=table.device)
         for first in range(0, len(table), step):
             stretch = torch.arange(first, min(first + step, len(table)), device=table.device)[:, None]  # (S, 1)
@@ -134,10 +140,11 @@ class Layout:
         stretches, g = -(-self.n // TIME), self.total // self.n
         if not self.causal:
             return self.last.view(g, 1, self.clusters).expand(g, stretches, self.clusters)
-        token = torch.arange(self.total, device=self.tag.device)[self.real[:-1]]
+        token = torch.arange(self.total, device=self.tag.device)
         stretch = token // self.n * stretches + token % self.n // TIME
         latest = self.tag.new_full((g * stretches * self.clusters,), -1)
-        latest.scatter_reduce_(0, stretch * self.clusters + self.tag[token] % self.clusters, token, "amax")
+        where, counts = stretch * self.clusters + self.tag[:-1] % self.clusters, torch.where(self.real[:-1], token, -1)
+        latest.scatter_reduce_(0, where, counts, "amax")
         before = latest.view(g, stretches, self.clusters).cummax(1).values
         before = torch.cat((before.new_full((g, 1, self.clusters), -1), before[:, :-1]), 1)
         return torch.where(before < 0, self.total, before)
@@ -151,7 +158,7 @@ class Layout:
         widths, repeats = (x.tolist() for x in width.unique_consecutive(return_counts=True))
         place = torch.arange(ROWS, device=owner.device)
         for w, same in zip(widths, by_width.split(repeats), strict=True):
-            for tiles in same.split(max(1, BATCH // (ROWS * w))):
+            for tiles in same.split(max(1, self.batch // (ROWS * w))):
                 rows = self._tokens(owner[tiles], number[tiles][:, None] * ROWS + place)  # (S, R)
                 seen = keys._tokens(owner[tiles], torch.arange(w, device=owner.device)[None])  # (S, M)
                 hidden = ~self.real[seen][:, None]  # (S, 1, M)

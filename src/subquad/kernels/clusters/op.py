@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.clusters import cpu, reference, sorted_runs, tiles
+from subquad.kernels.clusters import cpu, cuda, reference, sorted_runs, tiles
 
 prefix_op = torch.library.custom_op("subquad::cluster_prefix", mutates_args=())(reference.prefix)
 prefix_backward_op = torch.library.custom_op("subquad::cluster_prefix_backward", mutates_args=())(
@@ -22,6 +22,8 @@ prefix_op.register_kernel("cpu")(cpu.prefix)
 prefix_backward_op.register_kernel("cpu")(cpu.prefix_backward)
 attention_op.register_kernel("cpu")(sorted_runs.attention)
 attention_backward_op.register_kernel("cpu")(sorted_runs.attention_backward)
+attention_op.register_kernel("cuda")(cuda.attention)
+attention_backward_op.register_kernel("cuda")(cuda.attention_backward)
 
 
 def cluster_prefix(x: Tensor, cluster: Tensor, real: Tensor, clusters: int, is_max: bool) -> Tensor:

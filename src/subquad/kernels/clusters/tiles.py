@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from subquad.core.hashing import dropout_seed, ranks, streams
+from subquad.kernels import devices
 from subquad.kernels.clusters.layout import Layout, Tiles
+from subquad.kernels.clusters.static import StaticLayout
 from subquad.kernels.dropout import dropout_blocks
 
 
@@ -98,8 +100,9 @@ def with_itself(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, real: Tensor) ->
 
 def rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any) -> Iterator[Layout]:
     """One layout per round: order (N,) or (R, N), cluster (G, n) or (R, G, n)."""
+    kind = Layout if devices.is_host(order) else StaticLayout
     for own in zip(order.view(-1, real.numel()), cluster.view(-1, *real.shape), strict=True):
-        yield Layout(*own, real, *about)
+        yield kind(*own, real, *about)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -109,7 +112,7 @@ def _flat(x: Tensor) -> Tensor:
     for.
     """
     flat = x.flatten(0, 1)
-    finite = flat.device.type == "cpu" and bool(flat[-1].isfinite().all())
+    finite = devices.is_host(flat) and bool(flat[-1].isfinite().all())
     return flat if finite else torch.cat((flat, flat.new_zeros(1, x.shape[2])))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels import devices
 from subquad.kernels.compressed import reference
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.supports.patterns import Longformer
@@ -66,21 +67,21 @@ def _blocks(seen: Tensor, kind: torch.dtype) -> Iterator[tuple[slice, int, Tenso
 
 def _last(seen: Tensor) -> int:
     """How many entries to look at. On a GPU all of them: to ask for fewer would be to wait for it."""
-    if seen.device.type != "cpu":
+    if not devices.is_host(seen):
         return seen.shape[2]
     some = seen.any(1).any(0).nonzero()  # (…, 1)
     return int(some[-1]) + 1 if len(some) else 0
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    if q.device.type == "cpu":
+    if devices.is_host(q):
         return _flash(q, k, v, attn_mask=bias, scale=scale)
     return reference.attend(q, k, v, bias, scale)
 
 
 def _attend_backward(*tensors: Any, bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """tensors: grad, q, k, v, the merged out and lse, which the sink keeps finite."""
-    if tensors[0].device.type == "cpu":
+    if devices.is_host(tensors[0]):
         return _flash_backward(*tensors, 0.0, False, attn_mask=bias, scale=scale)
     return reference.attend_backward(*tensors, bias=bias, scale=scale)
 

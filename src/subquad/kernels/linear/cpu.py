@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels import devices
 from subquad.kernels.linear import cpu_chunks as kernels
 from subquad.kernels.linear.reference import smallest
 from subquad.kernels.vectors import BYTES
@@ -17,7 +18,7 @@ from subquad.kernels.vectors import BYTES
 def takes(a: Tensor, v: Tensor, scales: Tensor | None) -> bool:
     """Are there vectors of this type and these widths?"""
     fits = all(x.shape[-1] * x.element_size() % BYTES == 0 for x in (a, v))
-    return scales is None and a.device.type == "cpu" and a.dtype in (torch.float32, torch.float64) and fits
+    return scales is None and devices.is_host(a) and a.dtype in (torch.float32, torch.float64) and fits
 
 
 def forward(a: Tensor, b: Tensor, v: Tensor, causal: bool, normalise: bool, elu: bool) -> tuple[Tensor, Tensor]:

@@ -9,19 +9,29 @@ from torch import Tensor
 
 from subquad.kernels import devices
 from subquad.kernels.merge import reference
+from subquad.kernels.merge.padded import padded
 
 
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
-    room = _room(q, dropout)
+    rows = None if lengths is None else padded(q, keys, valid, lengths, support, which, dropout)
+    if rows is not None:
+        valid, lengths = rows.valid, None
+    room, about = _room(q, dropout), (valid, lengths, seed, support, which, n, scale, dropout)
     if room is reference:  # statistics are never of half precision
         work = torch.promote_types(q.dtype, torch.float32)
         given = (q.to(work), [x.to(work) for x in keys], [x.to(work) for x in values])
-        out, lse = reference.forward(*given, valid, lengths, seed, support, which, n, scale, dropout)
-        return out.to(q.dtype), lse
-    return room.forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout)
+        out, lse = reference.forward(*given, *about)
+        out = out.to(q.dtype)
+    else:
+        out, lse = room.forward(q, keys, values, *about)
+    return (out, lse) if rows is None else rows.cut(out, lse)
 
 
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
+    rows = None if lengths is None else padded(q, keys, valid, lengths, support, which, dropout)
+    if rows is not None:
+        valid, lengths = rows.valid, None
+        grad, lse = rows.give_nothing(grad, lse)
     room, about = _room(q, dropout), (valid, lengths, seed, support, which, n, scale, dropout)
     if room is reference:
         work = torch.promote_types(q.dtype, torch.float32)

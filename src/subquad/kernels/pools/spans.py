@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.kernels import devices
 from subquad.kernels.eager import Eager
 from subquad.kernels.pools import cpu
 
@@ -68,17 +69,26 @@ def _runs(batch: int, n: int, lengths: Tensor | None, size: int, skip: int) -> I
             yield _Run(rows, slice(full, full + 1), full * size, length % size)
 
 
+def _by_mask(x: Tensor, key_mask: Tensor | None, lengths: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """On a GPU what exists is a mask alone: to read the lengths would be to wait for it."""
+    if lengths is None or devices.is_host(x):
+        return key_mask, lengths
+    inside = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
+    return inside if key_mask is None else inside & key_mask, None
+
+
 def _exists(run: _Run, key_mask: Tensor | None) -> Tensor | None:
     """Which members of a run exist, (b, 1, spans, length, 1); None = all of them."""
     if key_mask is None:
         return None
     real = run.members(key_mask[:, None, :, None])
-    everyone = real.device.type == "cpu" and bool(real.all())  # a GPU would have to be waited for
+    everyone = devices.is_host(real) and bool(real.all())  # a GPU would have to be waited for
     return None if everyone else real
 
 
 @torch.library.custom_op("subquad::span_pool", mutates_args=())
 def _pool(x: Tensor, key_mask: Tensor | None, lengths: Tensor | None, size: int, skip: int, is_max: bool) -> Tensor:
+    key_mask, lengths = _by_mask(x, key_mask, lengths)
     out = x.new_zeros(x.shape[0], x.shape[1], -(-x.shape[2] // size) + 1, x.shape[3])
     for run in _runs(len(x), x.shape[2], lengths, size, skip):
         members, real = run.members(x), _exists(run, key_mask)
@@ -105,6 +115,7 @@ def _pool_backward(
     is_max: bool,
 ) -> Tensor:
     """A maximum pays the members that have it, in equal shares; a mean pays all."""
+    key_mask, lengths = _by_mask(x, key_mask, lengths)
     dx = x.new_zeros(x.shape)
     for run in _runs(len(x), x.shape[2], lengths, size, skip):
         members, real = run.members(x), _exists(run, key_mask)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels import devices
 from subquad.kernels.parallel import launch
 from subquad.kernels.runs import tiles as kernels
 from subquad.kernels.vectors import BYTES
@@ -19,7 +20,7 @@ TASKS = 16  # per thread and launch
 def takes(q: Tensor) -> bool:
     """Are there vectors of this type and width?"""
     kinds = (torch.float32, torch.float64)
-    return q.device.type == "cpu" and q.dtype in kinds and q.shape[-1] * q.element_size() % BYTES == 0
+    return devices.is_host(q) and q.dtype in kinds and q.shape[-1] * q.element_size() % BYTES == 0
 
 
 def forward(

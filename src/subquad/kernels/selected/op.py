@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels import devices
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.runs import cpu
 from subquad.kernels.selected import reference, visits
@@ -106,7 +107,7 @@ def selected(
         asks, tables = visits.tables(chosen.flatten(0, 1), block, q.shape[2])
         cpu.forward(x, [y], [z], _bias(key_mask, q), (asks, None), tables, scale, o, s, fresh=False, again=True)
         return out, lse
-    if q.device.type != "cpu":
+    if not devices.is_host(q):
         reference.forward(x, y, z, chosen.flatten(0, 1), _real(key_mask, q), block, scale, o, s)
         return out, lse
     for g, rows, keys, mask in _visits(chosen, key_mask, block):
@@ -156,7 +157,7 @@ def selected_backward(
         about = (g, (g * o).sum(-1).masked_fill_(empty, 0), s.masked_fill(empty, torch.inf))
         cpu.backward(x, [y], [z], _bias(key_mask, q), (asks, None), tables, scale, *about, [a, b, c])
         return dq, dk, dv
-    if q.device.type != "cpu":
+    if not devices.is_host(q):
         g, x, y, z, o, s, own = (t.flatten(0, 1) for t in (grad, q, k, v, out, lse, chosen))
         reference.backward(g, x, y, z, o, s, own, _real(key_mask, q), block, scale, [a, b, c])
         return dq, dk, dv

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.edges import EdgeList
+from subquad.kernels.edges.lists import Buckets
 from subquad.supports.partitions import POOLED, Partition
 from subquad.supports.pattern import ROWS, Pattern, pointers
 from subquad.supports.support import constant_of_graphs, parse, text_of
@@ -32,6 +33,18 @@ def pattern_edges(
     indptr, indices = _edges(like, lengths, support, list(families), n)
     share = num_heads if lengths is not None and len(families) == 1 else 1
     return EdgeList(indptr, indices, n, share)
+
+
+def pattern_buckets(like: Tensor, support: str, families: Sequence[int], n: int) -> Buckets:
+    """`EdgeList.buckets` of the pattern for n tokens, made on the host: a GPU would have to be waited for."""
+    pairs, place = _buckets(support, tuple(families), n)
+    return [(_given(slots, like), _given(mask, like)) for slots, mask in pairs], _given(place, like)
+
+
+@constant_of_graphs
+def is_nested(support: str) -> bool:
+    """Are the sets of a shorter row those of the whole batch, cut off? Then one edge list has the edges of all rows."""
+    return cast(Pattern, parse(support)).is_nested
 
 
 def pattern_mask(like: Tensor, support: str, families: Sequence[int], n: int, lengths: Tensor | None) -> Tensor:
@@ -60,15 +73,41 @@ def _given(x: np.ndarray, like: Tensor) -> Tensor:
 @torch.library.custom_op("subquad::pattern_edges", mutates_args=())
 def _edges(like: Tensor, lengths: Tensor | None, support: str, families: list[int], n: int) -> tuple[Tensor, Tensor]:
     """indptr (graphs, n + 1) int64 and indices (E,) int32: batch element by batch element, family by family."""
+    indptr, indices = _csr_lists(support, families, n, _sizes(n, lengths))
+    return _given(indptr, like), _given(indices, like)
+
+
+def _csr_lists(support: str, families: Sequence[int], n: int, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     degrees, indices = [], [np.empty(0, np.int32)]
-    for size in _sizes(n, lengths):
+    for size in sizes:
         for family in families:
             ptr, keys = _csr(support, size, family) if size else (np.zeros(1, np.int64), indices[0])
             degrees.append(np.pad(np.diff(ptr), (0, n - size)))
             indices.append(keys)
     flat = pointers(np.concatenate(degrees))  # (graphs·n + 1,)
     starts = np.arange(len(degrees))[:, None] * n + np.arange(n + 1)
-    return _given(flat[starts], like), _given(np.concatenate(indices), like)
+    return flat[starts], np.concatenate(indices)
+
+
+@lru_cache(maxsize=16)
+def _buckets(support: str, families: tuple[int, ...], n: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+    """As `EdgeList.buckets`."""
+    indptr, indices = _csr_lists(support, families, n, [n])
+    degrees, starts, place = np.diff(indptr), indptr[:, :-1], np.empty(len(indices), np.int64)
+    pairs, before, width = [], 0, 1
+    while width < 2 * degrees.max():
+        inside = (width // 2 < degrees) & (degrees <= width)  # (g, n)
+        longest = inside.sum(1).max()
+        rows = np.argsort(~inside, axis=1, kind="stable")[:, :longest]  # (g, rows)
+        degree = np.take_along_axis(degrees * inside, rows, 1)[..., None]
+        offset = np.arange(width)
+        mask = offset < degree  # (g, rows, width)
+        slots = np.where(mask, np.take_along_axis(starts, rows, 1)[..., None] + offset, 0)
+        place[slots[mask]] = before + np.flatnonzero(mask)
+        if longest:
+            pairs.append((slots, mask | ((degree == 0) & (offset == 0))))
+        before, width = before + mask.size, 2 * width
+    return pairs, place
 
 
 @_edges.register_fake

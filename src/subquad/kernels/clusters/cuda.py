@@ -1,0 +1,27 @@
+"""Attention in clusters on a GPU: whole clusters by torch's kernels where these can, the rest in tiles."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from subquad.kernels import devices
+from subquad.kernels.clusters import aten, tiles
+
+# Arguments behind the tensors: seed, clusters, causal, last_query_only, scale, dropout, chunk, avoid_self
+DROPOUT, CHUNK = 5, 6
+
+
+def attention(q, keys, values, order, cluster, real, *about) -> tuple[Tensor, Tensor]:
+    return _room(q, about).attention(q, keys, values, order, cluster, real, *about)
+
+
+def attention_backward(grad, q, keys, values, out, lse, order, cluster, real, *about) -> list[Tensor]:
+    return _room(q, about).attention_backward(grad, q, keys, values, out, lse, order, cluster, real, *about)
+
+
+def _room(q: Tensor, about: tuple):
+    """Chunks are tiles of a known size; whole clusters may be of any."""
+    if about[CHUNK]:
+        return tiles
+    impl = devices.route("clusters", q.dtype, q.shape[2], dropout=about[DROPOUT]).impl
+    return aten if impl == "aten" else tiles
