@@ -146,10 +146,12 @@ def make_model(head: str):
     return HEADS[head](config).eval()  # the statistics of a batch norm would ask the driver
 
 
-def logits_of(model, head: str, device: str) -> Tensor:
+def logits_of(model, head: str, device: str, **mask: Tensor) -> Tensor:
     ids = torch.zeros(2, N, dtype=torch.long, device=device)
     more = {"seq2seq": {"decoder_input_ids": ids}, "pair": {"pair_ids": ids}}.get(head, {})
-    return model(ids, **more).logits
+    if mask and head == "pair":
+        more |= {"pair_mask": mask["attention_mask"]}
+    return model(ids, **more, **mask).logits
 
 
 @pytest.mark.parametrize("head", sorted(HEADS))
@@ -163,6 +165,17 @@ def test_a_model_stays_on_the_device(head):
 @pytest.mark.parametrize("head", sorted(HEADS))
 def test_the_backward_pass_of_a_model_stays_on_the_device(head, no_autocast):
     trace_backward(make_model(head), lambda model: logits_of(model, head, "meta"))
+
+
+@pytest.mark.parametrize("head", sorted(HEADS))
+def test_a_padded_model_does_not_wait_for_the_device(head, no_autocast):
+    """Forward and backward, inside the operators too."""
+
+    def output(model):
+        mask = torch.ones(2, N, dtype=torch.long, device="meta")
+        return logits_of(model, head, "meta", attention_mask=mask)
+
+    trace_backward(make_model(head), output, bodies=True)
 
 
 class Captured(Exception):

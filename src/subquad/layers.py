@@ -293,8 +293,8 @@ class MultiheadAttention(nn.Module):
         return seen if seen.dim() == 2 else seen.unflatten(0, (-1, self.num_heads))  # (n, m) or (B, H, n, m)
 
     def _is_causal(self, seen: Tensor) -> bool:
-        """Is it the causal mask, (n, m)? A GPU is not waited for: a mechanism that takes no other assumes so and the device
-        checks it, full attention takes it as it is.
+        """Is it the causal mask, (n, m)? A GPU is not waited for: a mechanism that takes no other assumes so, and the
+        device checks it; full attention takes the mask as it is.
         """
         same = (seen == torch.ones_like(seen).tril()).all()
         if devices.is_host(seen):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.base import Attention, Record
+from subquad.kernels import devices
 
 SPARE = 32  # slots that may be filled up in a call before another call is cheaper
 SHARE = 24  # and 1 / SHARE of the tokens of the call
@@ -111,7 +112,10 @@ def packing_of(
     if begins is None or tracing:
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens: how many sequences there are is not known while a model is traced")
-        if key_mask is None or not (tracing or has_gaps(key_mask)):
+        if key_mask is None:
+            return None
+        blind = tracing or (not pad_left and not devices.is_host(key_mask))  # a GPU is not waited for
+        if not blind and not has_gaps(key_mask):
             return None
         return _closed(key_mask, pad_left=pad_left)
     real = torch.ones_like(begins) if key_mask is None else key_mask

@@ -3,7 +3,7 @@
 Parts without a mask run through `_scaled_dot_product_flash_attention` (half precision), the others, and float32,
 through `_scaled_dot_product_efficient_attention` with a bias. Both return logsumexps, by which the parts are merged,
 and their backwards take the merged output and logsumexp, as on a CPU. Nothing here waits for the device but reading the
-lengths of a padded batch.
+lengths of a padded batch, where rows need plans of their own (`padded`).
 """
 
 from __future__ import annotations
