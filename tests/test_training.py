@@ -27,7 +27,7 @@ from subquad.models import HEADS, SubquadConfig
 from subquad.models.pairs import GlobalBatchNorm
 from subquad.tasks import task
 from subquad.testing import cases
-from subquad.training import checkpoints, log, statistics, use
+from subquad.training import checkpoints, lock, log, statistics, use
 from subquad.training.callbacks import Recorder
 from subquad.training.compare import Comparison, check, pending, prepare, rows, write
 from subquad.training.connections import connections
@@ -125,6 +125,23 @@ def test_resuming_something_else_is_refused(finished):
     (finished / "result.json").unlink()
     with pytest.raises(ValueError, match=r"cannot be resumed: rate was 0.005 and is now 0.1"):
         train(tiny(finished, "rate=0.1"), resume=True)
+
+
+def test_only_a_run_can_be_resumed(tmp_path):
+    """What is asked to be resumed and is not there must not be trained anew in silence."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other" / "seed0").mkdir(parents=True)
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    found = {"nowhere": "the folder does not exist", "empty": "the folder is empty",
+             "other": r"the folder contains no run, but notes\.txt, seed0"}  # fmt: skip
+    for name, what in found.items():
+        out = tmp_path / name
+        with pytest.raises(lock.Refused, match=f"{out} cannot be resumed: {what}; without --resume") as caught:
+            train(tiny(out), resume=True)
+        assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "notes.txt", "other", "seed0"]
+    with pytest.raises(ValueError, match="--resume continues a run and --overwrite deletes it: choose one"):
+        train(tiny(tmp_path / "new"), resume=True, overwrite=True)
 
 
 def test_early_stopping(tmp_path):

@@ -26,12 +26,12 @@ from subquad.tasks import task as make_task
 from subquad.tasks.guessing import guess
 from subquad.training import log, speed
 from subquad.training.callbacks import SIGNALS
-from subquad.training.folder import check_out
 from subquad.training.lock import holder, locked, refusal
 from subquad.training.plateau import Plateau, find_plateau, left_at
 from subquad.training.rates import choose
 from subquad.training.run import Run, check_specs, make_arguments, slug, versions, was
 from subquad.training.run import clear as clear_run
+from subquad.training.start import check_out
 
 
 @dataclass

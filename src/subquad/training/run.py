@@ -35,6 +35,7 @@ from subquad.training.connections import connections
 from subquad.training.folder import clear, was
 from subquad.training.processes import TO_RESUME, main_process, name_dead_processes, world_size
 from subquad.training.sequence import Sequence, check_divided
+from subquad.training.start import slug
 from subquad.training.trainer import Resume, RunTrainer, evaluation_seed, make_arguments, make_trainer, seeded
 
 __all__ = ["Interrupted", "Run", "check_specs", "clear", "main_process", "make_arguments", "make_model", "slug",
@@ -228,11 +229,6 @@ def save_model(run: Run, model: Any) -> None:
     checkpoints.seal(part)
     shutil.rmtree(run.out / "model", ignore_errors=True)
     part.rename(run.out / "model")
-
-
-def slug(spec: str) -> str:
-    """A spec as a folder's name."""
-    return "".join(letter if letter.isalnum() or letter in "-+=.," else "_" for letter in spec)
 
 
 def versions() -> dict[str, str]:
