@@ -251,6 +251,12 @@ def test_comparisons(tmp_path):
     prepare(changed, overwrite=True)
     assert (tmp_path / "full" / "notes.txt").exists() and not (tmp_path / "full" / "seed0").exists()
     assert not (tmp_path / "longformer_window=4").exists()
+    run = tmp_path / "runs" / "full" / "seed0"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"contains runs \(full/seed0\) but no comparison.json: they are not deleted"):
+        prepare(Comparison("needle", ["full"], tmp_path / "runs", settings=TINY), overwrite=True)
+    assert (run / "run.json").exists(), "runs of `subquad train` are not a comparison"
     with pytest.raises(ValueError, match="batch must be a multiple"):
         check(Comparison("needle", ["full"], tmp_path, settings=(*TINY, "accumulate=3")))
     with pytest.raises(FileNotFoundError, match="not found"):

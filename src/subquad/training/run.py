@@ -28,6 +28,7 @@ import subquad
 from subquad.core import memory
 from subquad.distributed import whole
 from subquad.models import HEADS, SubquadConfig
+from subquad.tasks import CAUSAL
 from subquad.tasks.base import Task
 from subquad.training import checkpoints, folder, log
 from subquad.training.callbacks import TIMES, Recorder, Stopper, no_progress_bars, reaches, say
@@ -76,9 +77,8 @@ class Run:
 
 def check_specs(task: Task, specs: list[str]) -> None:
     """Refuse an attention that cannot do the task, before anything is loaded or written."""
-    r, directions = task.recipe, (False, True) if task.head == "seq2seq" else (HEADS[task.head].causal,)
-    if r.width % r.heads:
-        raise ValueError(f"width must be a multiple of heads={r.heads}, not {r.width}")
+    r, directions = task.recipe, CAUSAL.get(task.head, (False,))
+    r.check()
     config = SubquadConfig(
         hidden_size=r.width, num_hidden_layers=r.layers, num_attention_heads=r.heads, positions=r.positions,
         max_position_embeddings=r.length, attention=specs, attention_dropout=r.attention_dropout,
