@@ -29,6 +29,7 @@ from subquad.cli.train import show as show_training
 from subquad.core import declarations
 from subquad.core.options import fields
 from subquad.core.source_options import keys, options_class
+from subquad.models import HEADS
 from subquad.plots import COLOURS
 from subquad.supports.support import constant_of_graphs
 
@@ -239,9 +240,32 @@ def test_numbers_are_written_for_people():
         ("lst", "list"),
         ("--nonsense", "--nonsense"),
         ("study nothing", "nothing"),
+        ("train needle --resume --out new", "new cannot be resumed: the folder does not exist; without --resume"),
+        ("train needle --resume --overwrite", "--resume continues a run and --overwrite deletes it: choose one"),
+        ("train needle --set heads=3", "width must be a multiple of heads=3, not 64"),
+        ("train needle --set batch=7 --set accumulate=2", "batch must be a multiple of accumulate=2, not 7"),
+        ("train needle --set positions=own", "positions=own: full has no positions of its own"),
+        ("train needle --data nowhere", "--data: the folder nowhere does not exist"),
+        ("train lm-bytes --attention fnet", "fnet: causal=True is not supported; it is bidirectional only"),
+        ("train needle --attention luna:causal=true", "causal is the model's to say (false here): leave it out"),
+        ("compare needle --attention full --rates 1e-3 --set rate=1e-3,2e-3", "mean the same: give one of them"),
+        ("compare needle --attention hca", "hca: causal=False is not supported; it is causal only"),
+        ("reproduce --column none", "NAME is missing"),
+        ("reproduce sbm-table-3 --pages docs", "--pages runs nothing: leave out sbm-table-3"),
+        ("reproduce sbm-table-3 --method none", "sbm-table-3 has no method 'none'; it has "),
+        ("bench fixed --dtype float99", "--dtype must be one of float32, bfloat16, float16, not 'float99'"),
+        ("bench fixed --dropout 2 --backward", "--dropout must be a probability ≥ 0 and < 1, not 2.0"),
+        ("bench fixed --processes 8 --n 4", "error: 8 processes cannot share 4 tokens"),
+        ("calibrate --out .", "--out must be a file, and . is a folder"),
+        ("prove star --function none", "--function must be one of reverse, sum"),
+        ("prove star --epsilon -1", "--epsilon must be a number > 0, not -1.0"),
+        ("convert . --attention full -o new", ". is neither a folder of a transformers model (with config.json)"),
+        ("passkey x.gguf", "x.gguf: there is no such file"),
+        ("passkey . --heads --full", "--heads looks at the model as it is"),
     ],
 )
-def test_errors_are_one_line_and_exit_code_2(run, tmp_path, line, message):
+def test_errors_are_one_line_and_exit_code_2(run, tmp_path, monkeypatch, line, message):
+    monkeypatch.delenv("SUBQUAD_DATA", raising=False)
     result = run(line)
     assert result.exit_code == 2
     assert result.stdout == "" and len(result.stderr.splitlines()) == 1
@@ -275,7 +299,16 @@ AT_ONCE = ("--help", "list", "--version", "", "list --json", "tasks", "lst", "--
            "bench full sbm:sampler=none --n 64", "plot linear:no=1", "analyze strided --w 0", "analyze star --n 1",
            "prove star --delta 0", "train needle --set stpes=3", "train lm-words --set rare=-1",
            "compare needle --attention full --set steps=x", "compare needle --attention full --rates x",
-           "study nothing", "train needle --recipe big", "compare lra --attention full --recipe big")  # fmt: skip
+           "study nothing", "train needle --recipe big", "compare lra --attention full --recipe big",
+           "show fixed --png nowhere/a.png", "plot fixed -o out.xyz", "plot fnet --causal -o out.png",
+           "gallery -o /proc/nowhere", "bench fixed --dtype float99", "bench fixed --processes 8 --n 4",
+           "bench fnet --causal", "calibrate --out /", "doctor --dtype float99", "analyze star --png nowhere/a.png",
+           "prove star --function none", "prove star --epsilon -1", "train needle --resume --out /nowhere",
+           "train needle --set heads=3", "train needle --data /nowhere", "train lm-bytes", "train glue-cola",
+           "train lm-bytes --attention fnet", "train needle --set positions=own", "compare lm-words --attention full",
+           "compare needle --attention full --out /dev/null", "reproduce combiner-table-1 --column none",
+           "reproduce sbm-table-3 --rates x", "convert /nowhere --attention combiner-window -o new",
+           "perplexity /nowhere --text none", "adapt /nowhere --text none -o new", "passkey /nowhere")  # fmt: skip
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -362,6 +395,23 @@ def test_settings_read_from_the_source_are_those_of_the_task():
     names = {name: keys(f"{cls.__module__}:{cls.__qualname__}", "recipes") for name, cls in classes.items()}
     assert all(given is None or given == list(classes[name].recipes) for name, given in names.items())
     assert {"needle", "listops", "text", "image", "lm-bytes", "translation"} <= {n for n in names if names[n]}
+
+
+@pytest.mark.parametrize(("line", "folder"), [
+    ("train lm-bytes", "shakespeare"), ("train lm-bytes --set source=enwik8", "enwik8"), ("train mlm", "wikitext-2"),
+    ("train glue-cola", "glue"), ("train xnli", "xnli"), ("train translation", "multi30k"), ("train image", "cifar10"),
+    ("compare lra --attention full", "imdb"), ("train image-density --set source=imagenet64", "imagenet64"),
+])  # fmt: skip
+def test_the_folder_of_missing_data_is_named(run, monkeypatch, line, folder):
+    monkeypatch.delenv("SUBQUAD_DATA", raising=False)
+    result = run(line)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert f"the folder data/{folder} does not exist: get " in result.stderr
+
+
+def test_directions_of_tasks_are_those_of_their_heads():
+    for name, head in HEADS.items():
+        assert tasks.CAUSAL.get(name, (False,)) == ((False, True) if name == "seq2seq" else (head.causal,))
 
 
 def test_importing_the_mechanisms_does_not_import_the_compiler():

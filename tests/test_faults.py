@@ -16,6 +16,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def kill_and_resume(out: Path, expected: dict, draw: random.Random, kills: int) 
     """Kill a run again and again, at moments spread over its whole life, then let it finish."""
     hits = 0
     for _ in range(kills):
-        process, lines = start(train_in_process, out, True), draw.randint(0, len(expected["log"]))
+        process, lines = start_or_resume(out), draw.randint(0, len(expected["log"]))
         while process.is_alive() and not ((out / "run.json").exists() and len(log.read(out)) >= lines):
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.05))  # in a step, an evaluation, the writing of a checkpoint, the test
@@ -83,8 +84,12 @@ def kill_and_resume(out: Path, expected: dict, draw: random.Random, kills: int) 
         process.join()
         hits += process.exitcode == -signal.SIGKILL
     assert hits, "it was killed on the way"
-    start(train_in_process, out, True).join()
+    start_or_resume(out).join()
     assert outcome(out, log.read_result(out)) == expected
+
+
+def start_or_resume(out: Path) -> Any:
+    return start(train_in_process, out, (out / "run.json").exists())
 
 
 @pytest.fixture(scope="module")

@@ -213,6 +213,21 @@ def test_other_settings_are_not_resumed(converted, tmp_path):
         adapter(hf.convert(make_model(), SPEC), tmp_path, rank=3).run()
 
 
+def test_another_model_or_text_is_not_resumed(tmp_path):
+    hf.convert(make_model(), SPEC).save_pretrained(tmp_path / "start")
+    same = lambda: tf.LlamaForCausalLM.from_pretrained(tmp_path / "start").eval()  # noqa: E731
+    adapter(same(), tmp_path / "run").run()
+    again = adapter(same(), tmp_path / "run")
+    again.run()
+    assert again.step == again.total, "the same"
+    with pytest.raises(ValueError, match="already contains a run with another text: repeat its command to resume"):
+        Adapter(same(), make_tokenizer(), [TEXT[1:]], tmp_path / "run", Settings(**QUICK)).run()
+    with pytest.raises(ValueError, match="already contains a run with another model"):
+        adapter(hf.convert(make_model(), SPEC), tmp_path / "run").run()
+    with pytest.raises(ValueError, match="already contains a model, and no run to resume: choose another folder"):
+        adapter(same(), tmp_path / "start").run()
+
+
 def test_what_cannot_be_adapted(tmp_path):
     with pytest.raises(ValueError, match="the model is not converted"):
         adapter(make_model(), tmp_path)

@@ -367,13 +367,16 @@ def test_packed_batches_and_masks_of_ones_own_are_refused():
         ("combiner-windows", {}, "combiner-window"),
         (SMALL, {"layers": [2]}, "layers must be integers from 0 to 1, not 2"),
         (SMALL, {"layers": []}, "layers is empty"),
+        (SMALL, {"layers": 1}, "layers must be a list of integers from 0 to 1, or None for all, not 1"),
+        (SMALL, {"layers": "all"}, "layers must be a list of integers from 0 to 1, or None for all, not 'all'"),
+        (SMALL, {"full_heads": [0]}, "full_heads must be a dictionary from layers to lists of heads, or None, not"),
         ({0: "full"}, {}, "nothing to convert"),
         ({0: SMALL}, {"layers": [0]}, "a dictionary names the layers itself"),
     ],
 )
 def test_wrong_requests(spec, more, message):
     model = llama()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         hf.convert(model, spec, **more)
     assert model.config._attn_implementation != "subquad"
 

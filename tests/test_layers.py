@@ -140,6 +140,14 @@ def test_a_bad_call_is_refused():
             m(x, x, x, **kwargs)
     with pytest.raises(ValueError, match="length"):
         m(x[:, :3], x, x)
+    for wrong, kind in ((x.numpy(), "ndarray"), (x.int(), "torch.int32"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=f"key must be a tensor of a floating-point dtype, not {kind}"):
+            m(x, wrong, x)
+    q, a = torch.randn(1, 4, 6, 6), m.attention
+    for label in "qkv":
+        for call in (a, a.observe, a.dense):
+            with pytest.raises(TypeError, match=rf"{label} must be a tensor \(B, H, n, d\), not NoneType"):
+                call(**{name: None if name == label else q for name in "qkv"})
 
 
 # ---- one call, one graph; padding and masks ----------------------------------------------------------------
@@ -247,6 +255,8 @@ def test_swap_leaves_cross_attention_and_numbers_the_layers():
     assert "left as they are (cross-attention)" in str(done)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
         subquad.swap("encoder", "full")
+    with pytest.raises(TypeError, match="spec must be a text such as 'combiner-fixed:span=64', not None"):
+        subquad.swap(decoder, None)
 
 
 @pytest.mark.parametrize("spec", ["full", "combiner-fixed", "random", "sbm"])

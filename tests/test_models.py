@@ -268,6 +268,10 @@ def test_impossible_layers(keys, words):
 
 
 def test_bad_inputs():
+    with pytest.raises(ValueError, match="attention must be a spec or a list of specs, not 3"):
+        config(attention=3)
+    with pytest.raises(TypeError, match=r"no key 'hiden_size'; did you mean hidden_size .*\(its keys: vocab_size,"):
+        SubquadConfig(hiden_size=3)
     model = SubquadForSequenceClassification(config())
     with pytest.raises(ValueError, match="beyond max_position_embeddings=40"):
         model(torch.zeros(1, 41, dtype=torch.long))

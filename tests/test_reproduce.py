@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from subquad.cli import app
 from subquad.core.options import split_spec
 from subquad.reproductions import REPRODUCTIONS, find, measures, pages, runner, verdict
-from subquad.reproductions.declare import Claim, Column, Method, Reproduction
-from subquad.reproductions.runner import Plan, absent, limited, summary
+from subquad.reproductions.declare import Claim, Column, Method, Reproduction, limited
+from subquad.reproductions.runner import Plan, absent, summary
 from subquad.tasks import task as make_task
 from subquad.training import compare as comparing
 from subquad.training.run import Run, check_specs, train

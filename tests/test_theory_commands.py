@@ -107,7 +107,7 @@ def test_analyze_and_prove_a_combiner():
         (["prove", "star", "--delta", "0.4"], "1/delta"),
         (["prove", "star", "--function", "json:nosuch"], "no nosuch"),
         (["prove", "star", "--function", "nosuch"], "reverse, sum, mean"),
-        (["prove", "star", "--n", "3", "--epsilon", "0"], "epsilon is 0"),
+        (["prove", "star", "--n", "3", "--epsilon", "0"], "--epsilon must be a number > 0, not 0"),
         (["prove", "star", "--n", "3", "--epsilon", "1e-12"], "F.4 asks for"),
         (["prove", "composite-slice"], "nothing to be built from"),
     ],

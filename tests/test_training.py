@@ -27,7 +27,7 @@ from subquad.models import HEADS, SubquadConfig
 from subquad.models.pairs import GlobalBatchNorm
 from subquad.tasks import task
 from subquad.testing import cases
-from subquad.training import checkpoints, log, statistics, use
+from subquad.training import checkpoints, lock, log, statistics, use
 from subquad.training.callbacks import Recorder
 from subquad.training.compare import Comparison, check, pending, prepare, rows, write
 from subquad.training.connections import connections
@@ -125,6 +125,23 @@ def test_resuming_something_else_is_refused(finished):
     (finished / "result.json").unlink()
     with pytest.raises(ValueError, match=r"cannot be resumed: rate was 0.005 and is now 0.1"):
         train(tiny(finished, "rate=0.1"), resume=True)
+
+
+def test_only_a_run_can_be_resumed(tmp_path):
+    """What is asked to be resumed and is not there must not be trained anew in silence."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other" / "seed0").mkdir(parents=True)
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    found = {"nowhere": "the folder does not exist", "empty": "the folder is empty",
+             "other": r"the folder contains no run, but notes\.txt, seed0"}  # fmt: skip
+    for name, what in found.items():
+        out = tmp_path / name
+        with pytest.raises(lock.Refused, match=f"{out} cannot be resumed: {what}; without --resume") as caught:
+            train(tiny(out), resume=True)
+        assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "notes.txt", "other", "seed0"]
+    with pytest.raises(ValueError, match="--resume continues a run and --overwrite deletes it: choose one"):
+        train(tiny(tmp_path / "new"), resume=True, overwrite=True)
 
 
 def test_early_stopping(tmp_path):
@@ -234,6 +251,12 @@ def test_comparisons(tmp_path):
     prepare(changed, overwrite=True)
     assert (tmp_path / "full" / "notes.txt").exists() and not (tmp_path / "full" / "seed0").exists()
     assert not (tmp_path / "longformer_window=4").exists()
+    run = tmp_path / "runs" / "full" / "seed0"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"contains runs \(full/seed0\) but no comparison.json: they are not deleted"):
+        prepare(Comparison("needle", ["full"], tmp_path / "runs", settings=TINY), overwrite=True)
+    assert (run / "run.json").exists(), "runs of `subquad train` are not a comparison"
     with pytest.raises(ValueError, match="batch must be a multiple"):
         check(Comparison("needle", ["full"], tmp_path, settings=(*TINY, "accumulate=3")))
     with pytest.raises(FileNotFoundError, match="not found"):

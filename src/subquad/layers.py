@@ -249,6 +249,9 @@ class MultiheadAttention(nn.Module):
 
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"{name} must be a tensor of a floating-point dtype, not {kind}")
             if x.dim() not in (2, 3) or x.dim() != query.dim():
                 raise ValueError(f"{name} must have 3 dimensions, or all of them 2 (no batch), not {tuple(x.shape)}")
             if x.shape[-1] != width:

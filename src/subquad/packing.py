@@ -261,8 +261,10 @@ def attend_packed(
         packing = _apart(packing.slots, packing.starts, packing.shape, "all")  # a record speaks of one call
     outputs, record = [], Record()
     for bucket in packing.buckets:
-        apart = {id(x): bucket.rows(x) for x in tokens}  # one object stays one: projections look at identity
-        about = (*(apart[id(x)] for x in tokens), project(bucket), bucket.mask, seed)
+        query = bucket.rows(tokens[0])  # one object stays one: projections look at identity
+        key = query if tokens[1] is tokens[0] else bucket.rows(tokens[1])
+        value = query if tokens[2] is tokens[0] else key if tokens[2] is tokens[1] else bucket.rows(tokens[2])
+        about = (query, key, value, project(bucket), bucket.mask, seed)
         y, record = mechanism.attend_tokens(*about, want_record=want_record)
         outputs.append(y)
     return packing.join(outputs), record

@@ -40,6 +40,8 @@ def swap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(spec, str):
+        raise TypeError(f"spec must be a text such as 'combiner-fixed:span=64', not {spec!r}")
     cls, given = mechanism(split_spec(spec)[0]), {*split_spec(spec)[1], *options}
     decoders = [part for part in model.modules() if isinstance(part, nn.TransformerDecoderLayer)]
     kept = set() if cls.capabilities.cross else {id(part.multihead_attn) for part in decoders}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.checks import check_inputs
+from subquad.attention.registry import no_such_direction
 from subquad.attention.rows import Rows, clean, repeat_heads
 from subquad.attention.states import entrance
 from subquad.attention.states.attending import attend_kept
@@ -105,9 +106,9 @@ class Attention(nn.Module):
         self.options = options  # an instance of Options
         allowed = self.capabilities
         if options.causal and not allowed.causal:
-            raise ValueError(f"{self.name}: causal=True is not supported; it is bidirectional only")
+            raise no_such_direction(self.name, causal=True)
         if not options.causal and not allowed.bidirectional:
-            raise ValueError(f"{self.name}: causal=False is not supported; it is causal only")
+            raise no_such_direction(self.name, causal=False)
         if allowed.needs_max_length and options.max_length is None:
             raise ValueError(f"{self.name}: max_length is needed, an integer ≥ 1")
 
@@ -221,7 +222,7 @@ class Attention(nn.Module):
     @torch.no_grad()
     def weights(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
         """The effective weights q(j|i), (B, H, n, m), from the definition. The same seed draws the same graphs."""
-        check_inputs(self, q, k, None, key_mask)
+        check_inputs(self, q, k, k, key_mask)
         return self.differentiable_weights(q, k, key_mask, seed)
 
     def dense(

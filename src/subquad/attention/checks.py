@@ -8,22 +8,21 @@ import torch
 from torch import Tensor
 
 
-def check_inputs(attention: Any, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
+def check_inputs(attention: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
     for label, x in (("q", q), ("k", k), ("v", v)):
-        if label == "v" and x is None:
-            continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{label} must be a tensor (B, H, n, d), not {type(x).__name__}")
         if not x.is_floating_point():
             raise TypeError(f"{label} must be of a floating-point dtype, not {x.dtype}")
         if x.dim() != 4:
             raise ValueError(f"{label} must have 4 dimensions (B, H, n, d), not shape {tuple(x.shape)}")
+    for label, x in (("q", q), ("k", k), ("v", v)):
         _check_heads(attention, label, x, k.shape[1])
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{label} has batch size {x.shape[0]}, q has {q.shape[0]}")
         if x.dtype != q.dtype or x.device != q.device:
             raise TypeError(f"{label} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
-    if v is not None and v.shape[2] != k.shape[2]:
+    if v.shape[2] != k.shape[2]:
         raise ValueError(f"v has length {v.shape[2]}, k has {k.shape[2]}: they must be equal")
     if q.shape[0] < 1:
         raise ValueError("q has batch size 0: it must be at least 1")

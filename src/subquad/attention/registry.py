@@ -96,6 +96,13 @@ def mechanism(name: str) -> type[Attention]:
     return look_up("attention", name, _MECHANISMS)
 
 
+def entry_of(name: str) -> Any:
+    """The class registered under `name`, or "module:Class" of one that is not imported yet."""
+    if name not in _MECHANISMS:
+        raise unknown("attention", name, _MECHANISMS)
+    return _MECHANISMS[name]
+
+
 def check_name(spec: str) -> None:
     """Refuse a spec, or several with | between, of a mechanism that does not exist or that does not have these options.
 
@@ -103,12 +110,33 @@ def check_name(spec: str) -> None:
     """
     for one in spec.split("|"):
         name, texts = split_spec(one)
-        if name not in _MECHANISMS:
-            raise unknown("attention", name, _MECHANISMS)
-        entry = _MECHANISMS[name]
+        entry = entry_of(name)
         options = options_class(entry, "Options") if texts and isinstance(entry, str) else None
         if options is not None:
             make(options, name, parse(options, name, texts))
+
+
+def check_direction(spec: str, causal: bool | None) -> None:
+    """Refuse a direction that a mechanism does not have or that its spec contradicts, without importing it; None is
+    the direction of the spec.
+    """
+    for one in spec.split("|"):
+        name, texts = split_spec(one)
+        said = {"true": True, "false": False}.get(texts.get("causal", "").lower())
+        if causal is not None and said not in (None, causal):
+            raise contradiction(name, "causal", said, causal)
+        wanted = said if causal is None else causal
+        if wanted is not None and not describe(name)["causal" if wanted else "bidirectional"]:
+            raise no_such_direction(name, causal=wanted)
+
+
+def no_such_direction(name: str, *, causal: bool) -> ValueError:
+    only = "bidirectional" if causal else "causal"
+    return ValueError(f"{name}: causal={causal} is not supported; it is {only} only")
+
+
+def contradiction(name: str, key: str, said: Any, given: Any) -> ValueError:
+    return ValueError(f"{name}: {key} is {said!r} in the spec and {given!r} as a keyword")
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -144,7 +172,7 @@ def attention(spec: str, **options: Any) -> Attention:
     given = parse(cls.Options, name, texts)
     for key, value in options.items():
         if key in given and given[key] != value:
-            raise ValueError(f"{name}: {key} is {given[key]!r} in the spec and {value!r} as a keyword")
+            raise contradiction(name, key, given[key], value)
     return cls(make(cls.Options, name, {**given, **options}))
 
 

@@ -137,7 +137,7 @@ def in_words(error: Any, words: list[str]) -> str:
     option, _, rest = message.removeprefix("Invalid value for ").partition(": ")
     given = [word for word in words if word.split("=")[0] in option.replace("'", "").split(" / ")]
     if not rest.startswith(should) or not given:
-        return message
+        return message.removeprefix("Invalid value: ")
     name, equals, value = given[-1].partition("=")
     value = value if equals else "".join(words[words.index(name) + 1 :][:1])
     return f"{name} must be {rest.removeprefix(should).partition(',')[0]}, not {value!r}"

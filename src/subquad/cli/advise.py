@@ -281,6 +281,8 @@ def calibrate(
     """
     for spec in specs or ():
         check_name(spec)
+    if file is not None and file.is_dir():
+        raise typer.BadParameter(f"--out must be a file, and {file} is a folder")
     from subquad.advice.measuring import about_here, steps
     from subquad.advice.measuring import calibrate as measure
     from subquad.advice.peaks import measure_memory, memory_steps

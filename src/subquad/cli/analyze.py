@@ -10,9 +10,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from subquad.attention.registry import check_name
+from subquad.attention.registry import check_direction, check_name
 from subquad.cli.plot import Causal
 from subquad.core.console import err, out
+from subquad.core.files import check_picture
 from subquad.core.names import import_user_module
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -61,8 +62,9 @@ def analyze(
                 "--all cannot be combined with SPEC, --sets, --map, --png or options of a mechanism"
             )
         return _all(n or 256, bool(causal), as_json, as_markdown)
+    check_picture(png, "--png")
     rho, options = _map(map, options, sets)
-    source, title = source_of(spec, options, sets)
+    source, title = source_of(spec, options, sets, causal)
     from subquad.theory.assumptions import check
     from subquad.theory.counting import growth
 
@@ -105,7 +107,7 @@ def read_arguments(spec: str | None, extra: list[str]) -> tuple[str | None, dict
     return (names[0] if names else None), options
 
 
-def source_of(spec: str | None, options: dict[str, str], sets: Path | None) -> tuple[Any, str]:
+def source_of(spec: str | None, options: dict[str, str], sets: Path | None, causal: bool | None) -> tuple[Any, str]:
     """What to check and its title: a spec with its options written in, or the sets of a file."""
     if (spec is None) == (sets is None):
         raise typer.BadParameter("give either a SPEC, such as strided:w=16, or --sets FILE")
@@ -117,6 +119,7 @@ def source_of(spec: str | None, options: dict[str, str], sets: Path | None) -> t
     for key, value in options.items():
         text += f"{',' if ':' in text else ':'}{key}={value}"
     check_name(text)
+    check_direction(text, causal)
     return text, text
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from subquad.attention.registry import check_name
+from subquad.attention.registry import check_direction, check_name
 from subquad.cli import bench_options as options
+from subquad.core.files import check_picture, check_writable
 
 if TYPE_CHECKING:
     from subquad.bench import Setting
@@ -21,6 +21,7 @@ TAKES = {
     "processes": _SHARED - {"json"} | {"causal", "count_only"},
     "model": _SHARED | {"causal", "device", "png"},  # always forward, backward and update
 }
+DTYPES, DEVICES = ("float32", "bfloat16", "float16"), ("cpu", "cuda")
 OWN = {"chunk": "decode", "crossover": "peers", "count_only": "processes"}  # flags that only one of them takes
 
 
@@ -70,12 +71,17 @@ def bench(
     attention (docs/distributed.md).
     """
     kind = refuse_what_does_not_go_together(context)
-    for path in (json, png):
-        check_writable(path)
+    check_writable(json)
+    check_picture(png, "--png")
     if not specs and kind != "peers":
         raise typer.BadParameter("SPEC is missing: name one mechanism or more, or pass --peers")
     for spec in specs or () if kind != "peers" else ():
         check_name(spec)
+        check_direction(spec, causal or kind == "decode")
+    _check_choice("--dtype", dtype, DTYPES)
+    _check_choice("--device", device, DEVICES)
+    if dropout is not None and not 0 <= dropout < 1:
+        raise typer.BadParameter(f"--dropout must be a probability ≥ 0 and < 1, not {dropout}")
     if dropout is not None and not backward:
         raise typer.BadParameter("--dropout acts in training only: add --backward")
     if ragged and batch == 1:
@@ -87,15 +93,10 @@ def bench(
         return
     lengths = lengths or [1024, 4096, 8192]
     if kind == "processes":
-        _processes(
-            specs or [],
-            lengths,
-            parse_lengths(processes or "", "--processes", "1,2,4"),
-            causal,
-            about,
-            repeats,
-            count_only,
-        )
+        shares = parse_lengths(processes or "", "--processes", "1,2,4")
+        if shares[-1] > lengths[0]:
+            raise typer.BadParameter(f"{shares[-1]} processes cannot share {lengths[0]} tokens")
+        _processes(specs or [], lengths, shares, causal, about, repeats, count_only)
     elif kind == "decode":
         _decode(specs or [], lengths, {**about, "causal": True}, repeats, chunk, json)
     else:
@@ -136,6 +137,11 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _check_choice(flag: str, given: str, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise typer.BadParameter(f"{flag} must be one of {', '.join(allowed)}, not {given!r}")
+
+
 def parse_lengths(text: str, flag: str = "--n", example: str = "1024,4096") -> list[int]:
     """`1024,4096` → [1024, 4096], ascending, each once."""
     try:
@@ -147,16 +153,6 @@ def parse_lengths(text: str, flag: str = "--n", example: str = "1024,4096") -> l
     if lengths[0] < 1:
         raise typer.BadParameter(f"{'a length' if flag == '--n' else flag} must be ≥ 1, not {lengths[0]}")
     return lengths
-
-
-def check_writable(path: Path | None) -> None:
-    """A run may take long: find out before it whether its results can be kept. Leaves no trace."""
-    if path is None:
-        return
-    new = not path.exists()
-    path.open("ab").close()
-    if new:
-        path.unlink()
 
 
 # ---- measurements ----

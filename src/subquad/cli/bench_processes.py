@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import typer
 from rich.table import Table
 
 from subquad.cli.bench_table import describe, seconds, size
@@ -42,8 +41,6 @@ def _rows(table: Table, spec: str, n: int, processes: Sequence[int], setting, re
 
     first = None
     for p in processes:
-        if p > n:
-            raise typer.BadParameter(f"{p} processes cannot share {n} tokens")
         cells = ["–", "–", "–"]
         if p > 1:
             own, ring = bytes_sent(spec, n, p, setting), bytes_sent("full", n, p, setting)

@@ -14,8 +14,9 @@ from subquad.attention.registry import check_name
 from subquad.cli.train import Data, Recipe, Settings
 from subquad.core.console import err, out
 from subquad.core.options import split_list
-from subquad.tasks import SUITES, check_settings
+from subquad.tasks import SUITES, check_attention, check_data, check_settings
 from subquad.training.rates import parse_rates, take_rates
+from subquad.training.start import check_out
 
 
 def add_to(app: typer.Typer) -> None:
@@ -54,17 +55,22 @@ def compare(
     specs = split_list(attention)
     names = SUITES.get(task, (task,))
     chosen, bracket = take_rates(settings or ())
+    if bracket and rates is not None:
+        raise typer.BadParameter("--rates and several rates in --set rate=… mean the same: give one of them")
     bracket = bracket if rates is None else parse_rates(rates)
     for spec in specs:  # what is wrong is refused at once, before torch is imported
         check_name(spec)
+    where = folder or Path("out/compare") / task
+    check_out(where, "--out")
     for name in names:
         check_settings(name, chosen, recipe)
+        check_attention(name, [one for spec in specs for one in spec.split("|")], chosen, recipe)
+        check_data(name, data, chosen, recipe)
     from subquad.training.quiet import quiet
 
     quiet()
     from subquad.training.compare import Comparison, check, prepare
 
-    where = folder or Path("out/compare") / task
     comparisons = [
         Comparison(name, specs, where / name if task in SUITES else where, recipe, chosen, seeds, data, rates=bracket)
         for name in names

@@ -11,7 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from subquad.attention.registry import check_name
 from subquad.core.console import err, out
+from subquad.core.files import check_pretrained, read_text
 
 Model = Annotated[Path, typer.Argument(help="Folder of a transformers language model, or a .gguf file.")]
 Converted = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
@@ -41,9 +43,8 @@ def convert(
     ] = None,
 ) -> None:
     """Replace the attention of a pretrained language model and save it."""
-    from subquad.attention.registry import check_name
-
     check_name(attention)
+    check_pretrained(model)
     numbers = None if layers is None else _integers("--layers", layers)
     kept = _heads(full_heads)
     _check_new(folder)
@@ -77,12 +78,14 @@ def perplexity(
     lengths = _integers("--n", n)
     if min(lengths) < 2:
         raise typer.BadParameter(f"--n must be at least 2, not {min(lengths)}")
+    _check_model(model, attention)
+    read_text(text)
     _quiet()
     from subquad.hf import texts
     from subquad.hf.perplexity import compare
 
     found, tokenizer = _load_converted(model, attention)
-    ids = texts.window(texts.read(text), tokenizer, max(lengths), start)
+    ids = texts.window(read_text(text), tokenizer, max(lengths), start)
     rows: list[dict[str, Any]] = []
     for length, full, own in compare(found, ids, lengths):
         for name, one in (("original", full), ("converted", own)):
@@ -126,14 +129,18 @@ def adapt(
     First every layer is fitted to the output of the original, then the whole model is tuned with cross-entropy and
     distillation. This trains the parameters of the mechanism and low-rank updates of q, k and v.
     """
+    check_pretrained(model)
+    books = [read_text(Path(name.strip())) for name in text.split(",") if name.strip()]
+    if not books:
+        raise typer.BadParameter("--text names no file")
+    if not fit_steps and not tune_steps:
+        raise typer.BadParameter("--fit-steps and --tune-steps are both 0: there is nothing to train")
+    if folder.resolve() == model.resolve():
+        raise typer.BadParameter(f"--out is the folder of the model, {model}: choose another one")
     _quiet()
-    from subquad.hf import texts
     from subquad.hf.adapting import Adapter, Settings
     from subquad.hf.loading import load, save
 
-    books = [texts.read(Path(name.strip())) for name in text.split(",") if name.strip()]
-    if not books:
-        raise typer.BadParameter("--text names no file")
     found, tokenizer = load(model)
     chosen = Settings(
         length=length,
@@ -181,6 +188,11 @@ def passkey(
     --full-heads`.
     """
     lengths = _integers("--n", n)
+    if min(lengths) < 1:
+        raise typer.BadParameter(f"--n must be at least 1, not {min(lengths)}")
+    if heads and (full or attention is not None):
+        raise typer.BadParameter("--heads looks at the model as it is: leave out --full and --attention")
+    _check_model(model, attention)
     _quiet()
     if heads:
         _print_heads(model, max(lengths), json=json)
@@ -228,6 +240,13 @@ def _print_heads(model: Path, n: int, *, json: bool, shown: int = 12) -> None:
 def _cell(one: Any) -> Text:
     colour = "green" if one.found > 0.5 else "yellow" if one.digits > 0.2 else "red"
     return Text(f"{one.found:.0%}, {one.digits:.0%} ({one.loss:.2f})", style=colour)
+
+
+def _check_model(model: Path, attention: str | None) -> None:
+    """What is wrong is refused before torch is imported."""
+    check_pretrained(model)
+    if attention is not None:
+        check_name(attention)
 
 
 def _load_converted(model: Path, attention: str | None) -> tuple[Any, Any]:

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from subquad.core.console import out
 
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
 
 def add_to(app: typer.Typer) -> None:
     app.command(epilog="Example: subquad doctor --dtype float16 --head-dim 128")(doctor)
@@ -24,13 +26,12 @@ def doctor(
     dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Dropout of the weights.")] = 0.0,
 ) -> None:
     """Show the devices of this machine, and which kernel each operator uses on a GPU and why."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     import torch
 
     from subquad.kernels import devices
 
-    kinds = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
-    if dtype not in kinds:
-        raise ValueError(f"--dtype must be one of {', '.join(kinds)}, not {dtype!r}")
     console = out()
     console.print(f"system: {platform.system()} {platform.machine()}, Python {platform.python_version()}")
     console.print(f"torch {torch.__version__}, triton {_version('triton')}, impl={devices.chosen()}", soft_wrap=True)
@@ -41,7 +42,7 @@ def doctor(
         table.add_column(title)
     for name, operator in devices.OPERATORS.items():
         try:
-            found = devices.route(name, kinds[dtype], head_dim, dropout=dropout)
+            found = devices.route(name, getattr(torch, dtype), head_dim, dropout=dropout)
         except ValueError as error:  # what is asked for by name cannot run
             found = devices.Route("–", str(error))
         table.add_row(name, found.impl, found.reason, operator.does)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from subquad.attention.registry import check_name, for_length
+from subquad.attention.registry import check_direction, check_name, for_length
 from subquad.core.console import out
+from subquad.core.files import check_picture
 
 LONGEST = 4096  # a picture is an n × n matrix
 
@@ -38,6 +39,8 @@ def plot(
 ) -> None:
     """Draw who attends to whom, directly or through a summary, or the effective weights."""
     check_name(spec)
+    check_direction(spec, causal)
+    check_picture(output, "--output")
     from subquad.plots import draw_support, draw_weights, save
 
     attention = for_length(spec, n, causal=causal)
@@ -51,8 +54,8 @@ def gallery(
     ] = Path("."),
 ) -> None:
     """Draw every mechanism, bidirectional and causal, on one sheet."""
+    output.mkdir(parents=True, exist_ok=True)
     from subquad.plots import draw_gallery, save
 
-    output.mkdir(parents=True, exist_ok=True)
     save(draw_gallery(), output / "gallery.png")
     out().print(f"gallery: {output / 'gallery.png'}", soft_wrap=True)

@@ -48,8 +48,12 @@ def prove(
 
     The exit code is 1 if a stage does not hold.
     """
-    source, _ = source_of(*read_arguments(spec, context.args), sets)
-    steps_per_unit(delta)  # refused before torch is imported
+    source, _ = source_of(*read_arguments(spec, context.args), sets, causal)
+    steps_per_unit(delta)  # what is wrong is refused before torch is imported
+    if function and ":" not in function and function not in FUNCTIONS.split(", "):
+        raise typer.BadParameter(f"--function must be one of {FUNCTIONS}, or module:function, not {function!r}")
+    if epsilon is not None and not epsilon > 0:
+        raise typer.BadParameter(f"--epsilon must be a number > 0, not {epsilon}")
     from subquad.theory import proof
 
     target = imported(function) if function and ":" in function else function

@@ -12,7 +12,9 @@ from rich.text import Text
 from subquad.cli.train import Data
 from subquad.core.console import err, out
 from subquad.reproductions import PAPERS, find
-from subquad.reproductions.declare import SCALES, Reproduction
+from subquad.reproductions.declare import SCALES, Reproduction, limited
+from subquad.training.rates import parse_rates
+from subquad.training.start import check_out
 
 WORDS = {
     "trained": "trained",
@@ -67,21 +69,24 @@ def reproduce(
     result shows our numbers next to the paper's, the order of the methods in both, and every claim of the paper:
     whether it holds, fails, or cannot be decided within the spread of the seeds.
     """
+    if pages is not None and name is not None:
+        raise typer.BadParameter(f"--pages runs nothing: leave out {name}")
     if pages is not None:
         return _write_pages(pages)
     if name is None:
+        if method or column or rates or results:
+            raise typer.BadParameter("NAME is missing: the table or figure that these options are for")
         return _list()
     if recipe not in SCALES:
         raise typer.BadParameter(f"--recipe must be one of {', '.join(SCALES)}, not {recipe!r}")
-    found = find(name)
+    chosen = limited(find(name), method or (), column or ())
+    bracket = None if rates is None else () if rates == "none" else parse_rates(rates)
+    check_out(folder, "--out")
     from subquad.training.quiet import quiet
 
     quiet()
-    from subquad.reproductions.runner import Plan, limited
-    from subquad.training.rates import parse_rates
+    from subquad.reproductions.runner import Plan
 
-    bracket = None if rates is None else () if rates == "none" else parse_rates(rates)
-    chosen = limited(found, method or (), column or ())
     _run(Plan(chosen, folder, recipe, seeds, bracket, data), results or folder / "results")
 
 

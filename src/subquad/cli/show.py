@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from subquad.attention.registry import available, check_name, for_length, mechanism
+from subquad.attention.registry import available, check_direction, check_name, for_length, mechanism
 from subquad.cli.plot import LONGEST, Causal, Spec
 from subquad.core.console import out
+from subquad.core.files import check_picture
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -34,6 +35,8 @@ def show(
 ) -> None:
     """Explain a mechanism: what it is, its options, its cost, and who attends to whom."""
     check_name(spec)
+    check_direction(spec, causal)
+    check_picture(png, "--png")
     from subquad.plots import draw_support, panels, save, tally
 
     console = out()

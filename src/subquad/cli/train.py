@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +14,9 @@ from subquad.attention.registry import check_name
 from subquad.cli.listing import print_rows
 from subquad.core.console import out
 from subquad.core.options import fields
-from subquad.tasks import available, check_settings, describe, task_class
+from subquad.tasks import available, check_attention, check_data, check_settings, describe, task_class
 from subquad.tasks import task as make_task
+from subquad.training.start import check_start, slug
 
 Settings = Annotated[
     list[str] | None,
@@ -64,7 +66,12 @@ def train(
     specs = split_attention(attention)
     check_name(attention)
     check_settings(task, settings or (), recipe)
-    run = make_run(task, specs, recipe, settings, seed, folder, data)
+    check_attention(task, specs, settings or (), recipe)
+    where = folder or Path("out/train") / task / slug("+".join(specs)) / f"seed{seed}"
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # of several processes the first may have begun: it checks for all
+        check_start(where, resume=resume, overwrite=overwrite)
+    check_data(task, data, settings or (), recipe)
+    run = make_run(task, specs, recipe, settings, seed, where, data)
     from subquad.training.run import main_process
     from subquad.training.run import train as start
 
@@ -80,18 +87,15 @@ def split_attention(text: str) -> list[str]:
     return specs
 
 
-def make_run(
-    task: str, specs: list[str], recipe: str, settings: Any, seed: int, folder: Path | None, data: Path | None
-):
+def make_run(task: str, specs: list[str], recipe: str, settings: Any, seed: int, folder: Path, data: Path | None):
     """Everything that can be wrong with a request is found here, before anything is loaded or written."""
     made = make_task(task, recipe, tuple(settings or ()), data, seed)
     from subquad.training.quiet import quiet
 
     quiet()
-    from subquad.training.run import Run, slug
+    from subquad.training.run import Run
 
-    where = folder or Path("out/train") / task / slug("+".join(specs)) / f"seed{seed}"
-    return Run(made, specs, where, recipe, seed)
+    return Run(made, specs, folder, recipe, seed)
 
 
 def show(result: dict[str, Any], folder: Path) -> None:

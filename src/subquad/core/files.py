@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp")
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file so that a reader, or the next start after a kill, finds the old content or the new one."""
@@ -15,6 +17,43 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path | None) -> None:
+    """Find out before a long run whether its results can be kept. Leaves no trace."""
+    if path is None:
+        return
+    new = not path.exists()
+    path.open("ab").close()
+    if new:
+        path.unlink()
+
+
+def check_picture(path: Path | None, option: str) -> None:
+    """Refuse a file that no picture can be drawn into."""
+    if path is not None and path.suffix.lower() not in PICTURES:
+        raise ValueError(f"{option} must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}, not in {path.name!r}")
+    check_writable(path)
+
+
+def check_pretrained(path: Path) -> None:
+    """Refuse what is no language model of transformers."""
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"{path}: there is no such file")
+    elif not (path / "config.json").exists():
+        raise ValueError(f"{path} is neither a folder of a transformers model (with config.json) nor a .gguf file")
+
+
+def read_text(path: Path) -> str:
+    """A text file that the option --text names."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"--text {path}: {error.strerror or error}") from None
+    if not text.strip():
+        raise ValueError(f"--text {path}: the file is empty")
+    return text
 
 
 def model_folder(folder: Path) -> Path:

@@ -15,7 +15,9 @@ from typing import Any
 from subquad.core.declarations import Unreadable, attributes, class_definition, module_tree, origin
 from subquad.core.options import Checked
 
-LIGHT = ("typing", "dataclasses", "subquad.core.options", "subquad.tasks.recipe")  # imported as they are
+LIGHT = (
+    "typing", "dataclasses", "subquad.core.options", "subquad.data.files", "subquad.tasks.recipe",
+)  # imported as they are  # fmt: skip
 
 
 def options_class(entry: str, attribute: str) -> type[Checked] | None:
@@ -33,25 +35,41 @@ def keys(entry: str, attribute: str) -> list[str] | None:
     """The keys of the dict that "module:Class" has as `attribute`, as recipes; None where the text does not tell."""
     module, _, cls = entry.partition(":")
     try:
-        return _keys(module, class_definition(module, cls), attribute)
+        return _constants(_dict(module, class_definition(module, cls), attribute)[1])
     except (Unreadable, NameError, TypeError, AttributeError):
         return None
 
 
-def _keys(module: str, definition: ast.ClassDef, attribute: str) -> list[str]:
+def item(entry: str, attribute: str, key: str) -> Any:
+    """What the dict that "module:Class" has as `attribute` holds under `key`; None where the text does not tell."""
+    module, _, cls = entry.partition(":")
+    try:
+        place, node = _dict(module, class_definition(module, cls), attribute)
+        return _evaluate(place, node.values[_constants(node).index(key)])
+    except (Unreadable, NameError, TypeError, AttributeError, ValueError):
+        return None
+
+
+def _dict(module: str, definition: ast.ClassDef, attribute: str) -> tuple[str, ast.Dict]:
+    """The dict that a class has as `attribute`, and the module of the names in it."""
     for name, value in attributes(definition):
         if name == attribute:
             if not isinstance(value, ast.Dict) or not value.keys:
                 raise Unreadable
-            found = [str(key.value) for key in value.keys if isinstance(key, ast.Constant)]
-            if len(found) < len(value.keys):  # {**others, …}
-                raise Unreadable
-            return found
+            return module, value
     for base in definition.bases:
         if isinstance(base, ast.Name):
             place, name = origin(module, base.id)
-            return _keys(place, class_definition(place, name), attribute)
+            return _dict(place, class_definition(place, name), attribute)
     raise Unreadable
+
+
+def _constants(node: ast.Dict) -> list[str]:
+    """The keys of a dict in the text."""
+    found = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
+    if len(found) < len(node.keys):  # {**others, …}
+        raise Unreadable
+    return found
 
 
 def _find(module: str, definition: ast.ClassDef, attribute: str) -> type[Checked]:

@@ -29,6 +29,12 @@ class Source:
     what: str  # «CIFAR-10, binary version: data_batch_1.bin … data_batch_5.bin, test_batch.bin»
     origin: str  # «the CIFAR-10 page of Alex Krizhevsky, University of Toronto»
 
+    def check_folder(self, data: Path | None) -> None:
+        """Refuse a data directory without the folder of this data set: nothing of it can be there."""
+        folder = data_directory(data) / self.folder
+        if not folder.is_dir():
+            raise FileNotFoundError(f"the folder {folder} does not exist: {self._advice()}")
+
     def look(self, data: Path | None, *names: str) -> Path | None:
         """The first of the names that exists, plain or packed (.gz .xz .bz2); None if there is none."""
         folder = data_directory(data) / self.folder
@@ -42,8 +48,13 @@ class Source:
             return path
         folder = data_directory(data) / self.folder
         raise FileNotFoundError(
-            f"{' or '.join(names)} not found in {folder} (also looked for {' '.join(OPENERS)}): get {self.what} from "
-            f"{self.origin} and put it there; --data DIR or SUBQUAD_DATA names another data directory"
+            f"{' or '.join(names)} not found in {folder} (also looked for {' '.join(OPENERS)}): {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        return (
+            f"get {self.what} from {self.origin} and put it there; --data DIR or SUBQUAD_DATA names another data "
+            "directory"
         )
 
 

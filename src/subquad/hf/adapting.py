@@ -7,6 +7,7 @@ memory is that of one window. A run writes its log line by line, keeps a checkpo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,21 @@ class Settings:
     seed: int = 0
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder with a model that no run of ours made: it would be overwritten."""
+    if (folder / "config.json").exists() and not (folder / SETTINGS).exists():
+        raise ValueError(f"{folder} already contains a model, and no run to resume: choose another folder")
+
+
+def fingerprint(model: nn.Module, values: int = 16) -> str:
+    """A digest of the first values of every parameter, by name and shape."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        first = parameter.detach().flatten()[:values].double().cpu()
+        found.update(f"{name} {tuple(parameter.shape)} {first.tolist()}\n".encode())
+    return found.hexdigest()
+
+
 class Adapter:
     """A model being adapted: what is trained, how far it has got, and its folder."""
 
@@ -62,6 +78,7 @@ class Adapter:
             raise ValueError("the model is not converted: convert it first")
         body(model)
         self.tokenizer, self.texts, self.step = tokenizer, texts, 0
+        self.origin = {"model": fingerprint(model), "texts": hashlib.sha256("\0".join(texts).encode()).hexdigest()}
         torch.manual_seed(settings.seed)
         model.requires_grad_(False)
         self.trained = self._prepare()
@@ -99,6 +116,7 @@ class Adapter:
         """Go on from the checkpoint, if there is one; it must have been made with the same settings."""
         self.folder.mkdir(parents=True, exist_ok=True)
         settings, given = self.folder / SETTINGS, asdict(self.settings)
+        check_folder(self.folder)
         if (self.folder / CHECKPOINT).exists():
             before = json.loads(settings.read_text())
             differing = [key for key in given if before.get(key) != given[key]]
@@ -108,6 +126,12 @@ class Adapter:
                     f"{self.folder} already contains a run with {key}={before.get(key)}, not {given[key]}: repeat its "
                     "settings to resume it, or choose another folder"
                 )
+            for key, value in self.origin.items():
+                if before.get(key, value) != value:  # a run of an earlier version does not tell
+                    raise ValueError(
+                        f"{self.folder} already contains a run with another {key.removesuffix('s')}: repeat its "
+                        "command to resume it, or choose another folder"
+                    )
             saved = torch.load(self.folder / CHECKPOINT, weights_only=True)
             self.step = saved["step"]
             self.optimizer.load_state_dict(saved["optimizer"])
@@ -115,7 +139,7 @@ class Adapter:
                 parameter.data.copy_(value)
             kept = (self.folder / LOG).read_text().splitlines()[: self.step]  # steps behind the checkpoint are repeated
             write_atomically(self.folder / LOG, "".join(f"{line}\n" for line in kept))
-        write_atomically(settings, json.dumps(given, indent=1) + "\n")
+        write_atomically(settings, json.dumps({**given, **self.origin}, indent=1) + "\n")
 
     def checkpoint(self) -> None:
         part = self.folder / f".{CHECKPOINT}"

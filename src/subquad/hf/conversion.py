@@ -48,6 +48,8 @@ def convert(
     check_model(model)
     targets = self_attention(model)
     specs = _specs(spec, layers, len(targets))
+    if not isinstance(full_heads, Mapping | None):
+        raise TypeError(f"full_heads must be a dictionary from layers to lists of heads, or None, not {full_heads!r}")
     kept = {_number(i, len(targets)): heads for i, heads in (full_heads or {}).items()}
     made: dict[str, Attention] = {}
     record: dict[str, dict[str, Any]] = {}
@@ -141,6 +143,8 @@ def use_interface(model: PreTrainedModel) -> None:
 
 
 def _specs(spec: Specs, layers: Iterable[int] | None, count: int) -> dict[int, str]:
+    if isinstance(layers, str) or not isinstance(layers, Iterable | None):
+        raise TypeError(f"layers must be a list of integers from 0 to {count - 1}, or None for all, not {layers!r}")
     if isinstance(spec, str):
         numbers = range(count) if layers is None else layers
         specs = {_number(i, count): spec for i in numbers}

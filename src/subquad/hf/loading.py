@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from subquad.core.files import check_pretrained
+
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """The language model and the tokenizer. Nothing is fetched from anywhere.
@@ -16,17 +18,14 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     The weights of a .gguf file are unpacked to `dtype`; the mark of the packing is dropped, because transformers would
     refuse to save the model otherwise.
     """
+    check_pretrained(path)
     if path.suffix == ".gguf":
         return _load_gguf(path, dtype)
-    if not (path / "config.json").exists():
-        raise ValueError(f"{path} is neither a folder of a transformers model (with config.json) nor a .gguf file")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    if not path.exists():
-        raise ValueError(f"{path}: there is no such file")
     if importlib.util.find_spec("gguf") is None:
         raise ImportError('a .gguf file is read with the library gguf: pip install "subquad[gguf]"')
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from subquad.core.files import read_text as read
+
+__all__ = ["read", "window", "windows"]
+
 CHARACTERS = 8  # of a token, at most; what is cut out of a file to get a window of n tokens
-
-
-def read(path: Path) -> str:
-    """A text file."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ValueError(f"--text {path}: {error.strerror or error}") from None
-    if not text.strip():
-        raise ValueError(f"--text {path}: the file is empty")
-    return text
 
 
 def window(text: str, tokenizer: Any, n: int, start: int = 0) -> Tensor:

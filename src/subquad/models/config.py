@@ -123,7 +123,8 @@ class SubquadConfig(PreTrainedConfig):
                 raise ValueError(f"{key} must be one of {', '.join(allowed)}, not {getattr(self, key)!r}")
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"positions=rotary needs heads of even width, not {self.head_dim}")
-        if not self.attention or not all(isinstance(spec, str) for spec in self.specs):
+        given = self.attention
+        if not isinstance(given, (str, list, tuple)) or not given or not all(isinstance(x, str) for x in self.specs):
             raise ValueError(f"attention must be a spec or a list of specs, not {self.attention!r}")
         for spec in set(self.specs):
             mechanism(split_spec(spec)[0])  # an unknown name is an error here, not in the first layer
@@ -183,7 +184,7 @@ def _published_positions(spec: str) -> str:
 
 
 def _unknown(key: str) -> str:
-    known = [*SubquadConfig.__annotations__, "num_labels"]
+    known = [key for key in SubquadConfig.__annotations__ if not key.startswith("keys_to")] + ["num_labels"]
     near = get_close_matches(key, known, 2, 0.6)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return f"SubquadConfig has no key {key!r}{hint} (its keys: {', '.join(known)})"

@@ -9,7 +9,7 @@ Claim          one statement of the paper: this is better than that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 SCALES = ("small", "paper")
@@ -120,3 +120,20 @@ def lra(percent: float = 100.0, recipe: str = "paper") -> tuple[Column, ...]:
     tasks = {"ListOps": "listops", "Text": "text", "Retrieval": "retrieval", "Image": "image"}
     tasks["Pathfinder"] = "pathfinder"
     return tuple(Column(name, task, paper=Scale(recipe), factor=percent) for name, task in tasks.items())
+
+
+def limited(reproduction: Reproduction, methods: Sequence[str], columns: Sequence[str]) -> Reproduction:
+    """The reproduction with these methods and columns only, all of them by default."""
+    for kind, asked, there in (("method", methods, reproduction.methods), ("column", columns, reproduction.columns)):
+        names = [each.name for each in there]
+        for name in asked:
+            if name not in names:
+                raise ValueError(f"{reproduction.key} has no {kind} {name!r}; it has {'; '.join(names) or 'none'}")
+    places = [i for i, each in enumerate(reproduction.columns) if not columns or each.name in columns]
+    return replace(
+        reproduction,
+        methods=tuple(each for each in reproduction.methods if not methods or each.name in methods),
+        columns=tuple(reproduction.columns[i] for i in places),
+        numbers={name: [row[i] for i in places] for name, row in reproduction.numbers.items()},
+        spreads={name: [row[i] for i in places] for name, row in reproduction.spreads.items()},
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -60,23 +60,6 @@ class Plan:
                 yield column, methods, Comparison(
                     column.task, specs, where, recipe, settings, self.seeds, self.data, rates=self.bracket, timed=False
                 )  # fmt: skip
-
-
-def limited(reproduction: Reproduction, methods: Sequence[str], columns: Sequence[str]) -> Reproduction:
-    """The reproduction with these methods and columns only, all of them by default."""
-    for kind, asked, there in (("method", methods, reproduction.methods), ("column", columns, reproduction.columns)):
-        names = [each.name for each in there]
-        for name in asked:
-            if name not in names:
-                raise ValueError(f"{reproduction.key} has no {kind} {name!r}; it has {'; '.join(names) or 'none'}")
-    places = [i for i, each in enumerate(reproduction.columns) if not columns or each.name in columns]
-    return replace(
-        reproduction,
-        methods=tuple(each for each in reproduction.methods if not methods or each.name in methods),
-        columns=tuple(reproduction.columns[i] for i in places),
-        numbers={name: [row[i] for i in places] for name, row in reproduction.numbers.items()},
-        spreads={name: [row[i] for i in places] for name, row in reproduction.spreads.items()},
-    )
 
 
 def left_out(reproduction: Reproduction) -> list[str]:

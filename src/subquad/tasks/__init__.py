@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from subquad.attention.registry import check_direction, entry_of
 from subquad.core.declarations import declared
 from subquad.core.names import look_up, unknown
-from subquad.core.source_options import keys, options_class
+from subquad.core.options import fields, split_spec
+from subquad.core.source_options import item, keys, options_class
 
 if TYPE_CHECKING:
     from subquad.tasks.base import Task
@@ -42,6 +44,7 @@ _TASKS: dict[str, Any] = {
 }
 
 
+CAUSAL = {"causal-lm": (True,), "seq2seq": (False, True)}  # directions of a head's layers; all others: bidirectional
 SUITES = {"lra": ("listops", "text", "retrieval", "image", "pathfinder")}  # tasks that are compared together
 
 
@@ -77,9 +80,55 @@ def check_settings(name: str, settings: Iterable[str] = (), recipe: str | None =
     recipes = keys(entry, "recipes")
     if recipe is not None and recipes is not None and recipe not in recipes:
         raise unknown(f"recipe of {name}", recipe, recipes)
+    chosen = item(entry, "recipes", recipe or "small")
+    if chosen is not None:
+        chosen.changed(name, settings).check()
+        return
     made = options_class(entry, "recipes") if settings else None
     if made is not None:
         made().changed(name, settings)  # type: ignore[attr-defined]
+
+
+def check_attention(name: str, specs: Iterable[str], settings: Iterable[str] = (), recipe: str = "small") -> None:
+    """Refuse mechanisms that cannot do a task, as far as source text tells: torch need not be imported."""
+    chosen = _recipe(name, settings, recipe)
+    for spec in specs:
+        mechanism, given = split_spec(spec)
+        for causal in CAUSAL.get(describe(name)["head"], (False,)):
+            if "causal" in given:
+                raise ValueError(
+                    f"attention={spec!r}: causal is the model's to say ({str(causal).lower()} here): leave it out"
+                )
+            check_direction(spec, causal)
+        entry = entry_of(mechanism)
+        options = options_class(entry, "Options") if isinstance(entry, str) else entry.Options
+        if chosen is None or options is None or chosen.positions != "own":
+            continue
+        if "positions" not in {field.name for field in fields(options)}:
+            raise ValueError(
+                f"positions=own: {mechanism} has no positions of its own; take learned, sinusoidal, rotary"
+            )
+
+
+def check_data(name: str, data: Path | None, settings: Iterable[str] = (), recipe: str = "small") -> None:
+    """Refuse a data directory that cannot have the data of a task; torch need not be imported."""
+    if data is not None and not data.is_dir():
+        raise FileNotFoundError(f"--data: the folder {data} does not exist")
+    entry, chosen = _TASKS[name], _recipe(name, settings, recipe)
+    source = _held(entry, "sources", getattr(chosen, "source", ""))
+    if source is not None and getattr(chosen, "path", None) is None:
+        source.check_folder(data)
+
+
+def _recipe(name: str, settings: Iterable[str], recipe: str) -> Any:
+    """A recipe with its changes; None where the source text of the task does not tell."""
+    chosen = _held(_TASKS[name], "recipes", recipe)
+    return None if chosen is None else chosen.changed(name, settings)
+
+
+def _held(entry: Any, attribute: str, key: str) -> Any:
+    """What a class, or the source text of "module:Class", has in a dict under `key`; None if there is nothing."""
+    return item(entry, attribute, key) if isinstance(entry, str) else getattr(entry, attribute).get(key)
 
 
 def task_class(name: str) -> type[Task]:
@@ -92,4 +141,6 @@ def task(name: str, recipe: str = "small", settings: tuple[str, ...] = (), data:
     cls = task_class(name)
     if recipe not in cls.recipes:
         raise unknown(f"recipe of {name}", recipe, cls.recipes)
-    return cls(cls.recipes[recipe].changed(name, settings), data, seed)
+    chosen = cls.recipes[recipe].changed(name, settings)
+    chosen.check()
+    return cls(chosen, data, seed)

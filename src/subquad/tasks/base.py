@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.data.datasets import IGNORED, Example, Splits
+from subquad.data.files import Source
 from subquad.tasks import scores
 from subquad.tasks.recipe import Recipe
 
@@ -32,6 +33,7 @@ class Task:
     metric: ClassVar[str] = "accuracy"  # the number that chooses checkpoints
     larger_is_better: ClassVar[bool] = True
     needs_data: ClassVar[bool] = False
+    sources: ClassVar[dict[str, Source]] = {}  # the data sets by the recipe's `source`: a missing one is found at once
     recipes: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, recipe: Recipe, data: Path | None = None, seed: int = 0) -> None:

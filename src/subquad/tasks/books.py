@@ -99,6 +99,7 @@ class Books(TokenizedTask):
     metric = "perplexity"
     larger_is_better = False
     needs_data = True
+    sources = {"pg19": PG19, "lm1b": LM1B, "wiki40b": WIKI40B}
     recipes = {
         "small": BooksRecipe(
             length=512, width=128, layers=2, heads=4, feedforward=512, subwords=2000, steps=300, batch=8, rate=3e-3,

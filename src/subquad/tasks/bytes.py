@@ -52,6 +52,7 @@ class Bytes(Language):
     title = "language modelling on bytes (enwik8, PG-19, Shakespeare, any file)"
     paper = "Combiner, E.3; Composite Slice, A.7.2 (PG-19)"
     metric = "bits_per_byte"
+    sources = {"enwik8": ENWIK8, "pg19": PG19, "shakespeare": SHAKESPEARE}
     recipes = {
         "small": BytesRecipe(
             source="shakespeare", length=512, width=128, layers=2, heads=4, feedforward=512, steps=1000, batch=4,

@@ -25,7 +25,7 @@ from subquad.data.datasets import Examples, with_validation
 from subquad.data.files import Source
 from subquad.tasks import scores
 from subquad.tasks.base import Splits, Task
-from subquad.tasks.image import pixels, read_cifar10
+from subquad.tasks.image import CIFAR10, pixels, read_cifar10
 from subquad.tasks.recipe import Recipe
 
 VALUES, START = 256, 256
@@ -50,6 +50,7 @@ class ImageDensity(Task):
     metric = "bits_per_dim"
     larger_is_better = False
     needs_data = True
+    sources = {"cifar10": CIFAR10, "imagenet64": IMAGENET64}
     recipes = {
         "small": DensityRecipe(
             length=3073, width=64, layers=2, heads=4, feedforward=128, positions="rotary", tied=False, steps=1000,

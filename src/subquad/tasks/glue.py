@@ -34,6 +34,7 @@ from subquad.tasks.recipe import Recipe
 from subquad.tasks.tokenized import TokenizedTask
 
 BINARY, ENTAILMENT = ("0", "1"), ("entailment", "not_entailment")
+GLUE = "the GLUE page, gluebenchmark.com"
 VALID = 2000  # at most so many rows of the training file choose the checkpoint
 
 
@@ -107,6 +108,9 @@ class Glue(TokenizedTask):
     columns: ClassVar[Columns]
     paper = "SBM-Transformer, table 4; Sparse Transformers, figures 2 and 4; Composite Slice, table 5"
     needs_data = True
+    sources = {
+        "": Source("glue", "the zip of a task, such as CoLA.zip, or its files in a folder, such as CoLA/", GLUE),
+    }  # fmt: skip
 
     def load(self) -> Splits:
         r = self.recipe
@@ -134,7 +138,7 @@ class Glue(TokenizedTask):
     def rows(self, part: str) -> list[Row]:
         """The rows of train or dev; every bad one is an error with its place."""
         c = self.columns
-        source = Source("glue", f"{c.folder}.zip or its files in {c.folder}/", "the GLUE page, gluebenchmark.com")
+        source = Source("glue", f"{c.folder}.zip or its files in {c.folder}/", GLUE)
         path, file = source.find(self.data, f"{c.folder}.zip", c.folder), f"{part}.tsv" if part == "train" else c.dev
         found = [content for name, content in members(path, lambda name: name == f"{c.folder}/{file}")]
         if not found:

@@ -60,6 +60,7 @@ class Image(ArenaTask):
     paper = "Tay et al. 2021; SBM, Table 7; Composite Slice, A.6.1; Combiner, Table 5"
     head = "sequence"
     needs_data = True
+    sources = {"cifar10": CIFAR10, "mnist": MNIST}
     recipes = {
         "small": ImageRecipe(
             length=1024, width=64, layers=2, heads=2, feedforward=128, steps=1000, batch=8, rate=1e-3, warmup=50,

@@ -73,6 +73,7 @@ class Mlm(TokenizedTask):
     metric = "perplexity"
     larger_is_better = False
     needs_data = True
+    sources = {"": WIKITEXT}
     recipes = {
         "small": MlmRecipe(
             length=64, width=128, layers=2, heads=4, feedforward=512, positions="rotary", subwords=1000, steps=1200,

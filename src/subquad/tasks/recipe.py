@@ -61,5 +61,12 @@ class Recipe(Checked):
             texts[key] = value
         return make(type(self), name, {**self.asdict(), **parse(type(self), name, texts)})
 
+    def check(self) -> None:
+        """Refuse numbers that do not go together."""
+        if self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads={self.heads}, not {self.width}")
+        if self.batch % self.accumulate:
+            raise ValueError(f"batch must be a multiple of accumulate={self.accumulate}, not {self.batch}")
+
     def asdict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

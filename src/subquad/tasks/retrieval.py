@@ -62,6 +62,7 @@ class Retrieval(ArenaTask):
     paper = "Tay et al. 2021; SBM, Table 7; Composite Slice, A.6.1; Combiner, Table 5"
     head = "pair"
     needs_data = True
+    sources = {"aan": SOURCES["aan"], "acl": SOURCES["acl"]}
     recipes = {
         "small": RetrievalRecipe(
             source="acl", length=2000, width=32, layers=1, heads=2, feedforward=64, steps=300, batch=16, rate=3e-3,

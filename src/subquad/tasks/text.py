@@ -47,6 +47,7 @@ class Text(ArenaTask):
     paper = "Tay et al. 2021; SBM, Table 7; Composite Slice, A.6.1; Combiner, Table 5"
     head = "sequence"
     needs_data = True
+    sources = {"": IMDB}
     recipes = {
         "small": TextRecipe(
             length=512, width=64, layers=2, heads=2, feedforward=128, initial=0.125, steps=800, batch=32, rate=1e-3,

@@ -43,10 +43,12 @@ class Corpus:
     test: tuple[str, ...]
 
 
+MULTI30K = Source(
+    "multi30k", "Multi30k task 1, raw: {train,val,test_2016_flickr}.{en,de,fr,cs}.gz", "multi30k/dataset on GitHub"
+)
 CORPORA = {
     "multi30k": Corpus(
-        Source("multi30k", "Multi30k task 1, raw: {train,val,test_2016_flickr}.{en,de,fr,cs}.gz",
-               "multi30k/dataset on GitHub"),
+        MULTI30K,
         ("train.{l}",), ("val.{l}",), ("test_2016_flickr.{l}",),
     ),
     "wmt": Corpus(
@@ -86,6 +88,7 @@ class Translation(TokenizedTask):
     metric = "perplexity"
     larger_is_better = False
     needs_data = True
+    sources = {"multi30k": MULTI30K}
     recipes = {
         "small": TranslationRecipe(
             length=48, width=128, layers=2, heads=4, feedforward=256, dropout=0.1, steps=1500,

@@ -66,6 +66,9 @@ class Words(Language):
     title = "language modelling on words (WikiText-2, WikiText-103, Penn Treebank, any text file)"
     paper = "Composite Slice, 5.2 and A.7.1"
     metric = "perplexity"
+    sources = {
+        "wikitext-2": CORPORA["wikitext-2"][0], "wikitext-103": CORPORA["wikitext-103"][0], "ptb": CORPORA["ptb"][0],
+    }  # fmt: skip
     recipes = {
         "small": WordsRecipe(
             source="ptb", length=128, width=128, layers=2, heads=4, feedforward=512, dropout=0.1, steps=1000, batch=8,

@@ -46,6 +46,7 @@ class Xnli(Glue):
     title = "XNLI: does the second sentence follow, contradict, or neither? (15 languages)"
     paper = "Sparse Transformers, figure 2b"
     columns = DEV
+    sources = {"": SOURCE, "mnli": SOURCE, "dev": SOURCE}  # "": the source text does not tell the recipe
     recipes = {
         "small": _recipe(SHORT, source="dev"),
         **{name: _recipe(recipe) for name, recipe in recipes(TRAIN.rows).items() if name != "small"},

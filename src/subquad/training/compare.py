@@ -26,12 +26,12 @@ from subquad.tasks import task as make_task
 from subquad.tasks.guessing import guess
 from subquad.training import log, speed
 from subquad.training.callbacks import SIGNALS
-from subquad.training.folder import check_out
 from subquad.training.lock import holder, locked, refusal
 from subquad.training.plateau import Plateau, find_plateau, left_at
 from subquad.training.rates import choose
 from subquad.training.run import Run, check_specs, make_arguments, slug, versions, was
 from subquad.training.run import clear as clear_run
+from subquad.training.start import check_out
 
 
 @dataclass
@@ -95,6 +95,11 @@ def prepare(comparison: Comparison, *, overwrite: bool) -> None:
     check_out(comparison.out, "--out")
     if process := holder(comparison.out):
         raise refusal(comparison.out, process)
+    if overwrite and not path.exists() and (runs := _runs(comparison.out)):
+        raise ValueError(
+            f"{comparison.out} contains runs ({runs[0].relative_to(comparison.out)}) but no comparison.json: they are "
+            "not deleted by --overwrite; delete them yourself, or choose another --out"
+        )
     if path.exists() and overwrite:
         with locked(comparison.out):
             clear(comparison.out)
@@ -116,15 +121,19 @@ def prepare(comparison: Comparison, *, overwrite: bool) -> None:
 
 def clear(out: Path) -> None:
     """Delete what a comparison writes, its runs included, and nothing else that lies in the folder."""
-    for run in [*out.glob("*/seed*"), *out.glob("*/rate=*/seed*")]:
-        if (run / "run.json").exists():
-            with locked(run):
-                clear_run(run)
-            for folder in (run, run.parent, *([run.parent.parent] if run.parent.name.startswith("rate=") else [])):
-                with contextlib.suppress(OSError):  # not empty: something of the user's
-                    folder.rmdir()
+    for run in _runs(out):
+        with locked(run):
+            clear_run(run)
+        for folder in (run, run.parent, *([run.parent.parent] if run.parent.name.startswith("rate=") else [])):
+            with contextlib.suppress(OSError):  # not empty: something of the user's
+                folder.rmdir()
     for name in ("comparison.json", "report.html"):
         (out / name).unlink(missing_ok=True)
+
+
+def _runs(out: Path) -> list[Path]:
+    found = [*out.glob("*/seed*"), *out.glob("*/rate=*/seed*")]
+    return sorted(run for run in found if (run / "run.json").exists())
 
 
 def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:

@@ -18,13 +18,8 @@ from typing import Any
 
 from subquad.core.files import write_atomically
 from subquad.training import checkpoints, lock, log
-from subquad.training.callbacks import say
 from subquad.training.lock import Refused
-
-RUN = "run.json"
-ERROR = "error.txt"
-FOLDERS = (checkpoints.FOLDER, "tensorboard", "model", ".model")
-FILES = (RUN, log.FILE, log.RESULT, ERROR)
+from subquad.training.start import ERROR, FILES, FOLDERS, RUN, check_start
 
 
 @contextlib.contextmanager
@@ -32,17 +27,8 @@ def opened(run: Any, about: dict[str, Any], *, resume: bool, overwrite: bool) ->
     """Prepare the run's folder and hold its lock, in the first process; the checkpoint to resume from, or None. A
     failure inside leaves its reason in error.txt, for the comparison that asked for the run; a refusal leaves nothing.
     """
-    check_out(run.out, "--out")
+    check_start(run.out, resume=resume, overwrite=overwrite)
     known = (run.out / RUN).exists()
-    if not known:
-        _refuse_remains(run.out, overwrite=overwrite)
-    elif not resume and not overwrite:
-        raise Refused(
-            f"{run.out} already contains a run: --resume continues it (in Python: resume=True), "
-            "--overwrite deletes it and starts again"
-        )
-    if resume and not known:
-        say(f"{run.out} contains no run yet: training starts from the beginning")
     run.out.mkdir(parents=True, exist_ok=True)
     with lock.locked(run.out):
         if overwrite:
@@ -61,22 +47,6 @@ def opened(run: Any, about: dict[str, Any], *, resume: bool, overwrite: bool) ->
             with contextlib.suppress(OSError):  # the disk may be what is wrong
                 (run.out / ERROR).write_text(" ".join(str(error).split()) or type(error).__name__)
             raise
-
-
-def check_out(out: Path, option: str) -> None:
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{option} must be a folder, and {out} is a file")
-
-
-def _refuse_remains(out: Path, *, overwrite: bool) -> None:
-    """Without run.json nobody knows what the rest was made by: it is neither continued nor mixed with a new run."""
-    remains = [name for name in (*FOLDERS, *FILES[:-1]) if (out / name).exists()]
-    if not remains or (overwrite and log.FILE in remains):
-        return
-    raise Refused(
-        f"{out} contains {remains[0]} but no {RUN}: if it is a damaged run, restore {RUN} or start again with "
-        "--overwrite; if not, choose another --out"
-    )
 
 
 def _begin(run: Any, about: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ import subquad
 from subquad.core import memory
 from subquad.distributed import whole
 from subquad.models import HEADS, SubquadConfig
+from subquad.tasks import CAUSAL
 from subquad.tasks.base import Task
 from subquad.training import checkpoints, folder, log
 from subquad.training.callbacks import TIMES, Recorder, Stopper, no_progress_bars, reaches, say
@@ -35,6 +36,7 @@ from subquad.training.connections import connections
 from subquad.training.folder import clear, was
 from subquad.training.processes import TO_RESUME, main_process, name_dead_processes, world_size
 from subquad.training.sequence import Sequence, check_divided
+from subquad.training.start import slug
 from subquad.training.trainer import Resume, RunTrainer, evaluation_seed, make_arguments, make_trainer, seeded
 
 __all__ = ["Interrupted", "Run", "check_specs", "clear", "main_process", "make_arguments", "make_model", "slug",
@@ -75,9 +77,8 @@ class Run:
 
 def check_specs(task: Task, specs: list[str]) -> None:
     """Refuse an attention that cannot do the task, before anything is loaded or written."""
-    r, directions = task.recipe, (False, True) if task.head == "seq2seq" else (HEADS[task.head].causal,)
-    if r.width % r.heads:
-        raise ValueError(f"width must be a multiple of heads={r.heads}, not {r.width}")
+    r, directions = task.recipe, CAUSAL.get(task.head, (False,))
+    r.check()
     config = SubquadConfig(
         hidden_size=r.width, num_hidden_layers=r.layers, num_attention_heads=r.heads, positions=r.positions,
         max_position_embeddings=r.length, attention=specs, attention_dropout=r.attention_dropout,
@@ -228,11 +229,6 @@ def save_model(run: Run, model: Any) -> None:
     checkpoints.seal(part)
     shutil.rmtree(run.out / "model", ignore_errors=True)
     part.rename(run.out / "model")
-
-
-def slug(spec: str) -> str:
-    """A spec as a folder's name."""
-    return "".join(letter if letter.isalnum() or letter in "-+=.," else "_" for letter in spec)
 
 
 def versions() -> dict[str, str]:

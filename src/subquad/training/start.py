@@ -1,0 +1,63 @@
+"""How a run may start in a folder. Nothing here imports torch: the command line refuses a wrong start at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from subquad.training import checkpoints, lock, log
+from subquad.training.lock import Refused
+
+RUN = "run.json"
+ERROR = "error.txt"
+FOLDERS = (checkpoints.FOLDER, "tensorboard", "model", ".model")
+FILES = (RUN, log.FILE, log.RESULT, ERROR)
+
+
+def check_start(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Only a run can be resumed, and it is not overwritten unless that is asked for."""
+    if resume and overwrite:
+        raise ValueError("--resume continues a run and --overwrite deletes it: choose one of them")
+    check_out(out, "--out")
+    if not (out / RUN).exists():
+        _refuse_remains(out, overwrite=overwrite)
+        if resume:
+            raise Refused(
+                f"{out} cannot be resumed: {_found(out)}; without --resume (in Python: resume=False) a new run starts"
+            )
+    elif not resume and not overwrite:
+        raise Refused(
+            f"{out} already contains a run: --resume continues it (in Python: resume=True), "
+            "--overwrite deletes it and starts again"
+        )
+
+
+def check_out(out: Path, option: str) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{option} must be a folder, and {out} is a file")
+
+
+def _refuse_remains(out: Path, *, overwrite: bool) -> None:
+    """Without run.json nobody knows what the rest was made by: it is neither continued nor mixed with a new run."""
+    remains = [name for name in (*FOLDERS, *FILES[:-1]) if (out / name).exists()]
+    if not remains or (overwrite and log.FILE in remains):
+        return
+    raise Refused(
+        f"{out} contains {remains[0]} but no {RUN}: if it is a damaged run, restore {RUN} or start again with "
+        "--overwrite; if not, choose another --out"
+    )
+
+
+def _found(out: Path, most: int = 3) -> str:
+    """What is in a folder that contains no run."""
+    if not out.exists():
+        return "the folder does not exist"
+    names = sorted(path.name for path in out.iterdir() if path.name != lock.FILE)
+    if not names:
+        return "the folder is empty"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"the folder contains no run, but {', '.join(names[:most])}{more}"
+
+
+def slug(spec: str) -> str:
+    """A spec as a folder's name."""
+    return "".join(letter if letter.isalnum() or letter in "-+=.," else "_" for letter in spec)
