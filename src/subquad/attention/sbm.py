@@ -238,8 +238,8 @@ class Sbm(Attention):
     def _expected_edges(self, w: Tensor, z: Tensor, key_mask: Tensor | None) -> Tensor:
         """Σ p over real queries and the keys that they may draw: prefix sums over the keys, no matrix n × m."""
         (n, m), o = (w.shape[2], z.shape[2]), self.options
-        z = z if key_mask is None else z * key_mask[:, None, :, None]
-        w = w * _real_rows(w, z, key_mask)[..., None]
+        if key_mask is not None:
+            z, w = z * key_mask[:, None, :, None], w * _real_rows(w, z, key_mask)[..., None]
         reach = self.reach
         if not o.causal and reach < 0:
             return (w.sum(2) * z.sum(2)).sum()
