@@ -16,6 +16,7 @@ from subquad.attention.base import Call
 from subquad.kernels.edges import EdgeList
 from subquad.kernels.graphs import cpu as graph_cpu
 from subquad.kernels.graphs import list_route
+from subquad.kernels.graphs import memberships as nodes
 from subquad.kernels.graphs import reference as graph_reference
 from subquad.kernels.masks import pack_mask, unpack_mask
 from subquad.kernels.sampler import Rules, pinned_reach, rules, sample, sample_edges, statistics
@@ -79,6 +80,20 @@ def test_other_devices_draw_the_same_distribution(monkeypatch, sampler):
     p = torch.maximum((p + 0.2 * (1 - p)), (torch.arange(5)[:, None] == torch.arange(6)).float()).tril()
     masks = draw_torch(20_000, y, block, z, sampler=sampler, exploration=0.2, reach=0, causal=True)
     check_moments(masks, p)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"exploration": 0.01}, {"self_loops": True}], ids=str)
+def test_jumps_by_a_bound_give_every_edge_its_probability(monkeypatch, options, causal):
+    """Rows that are thin and nearly even, by jumps: no search tables, as many points as keys are met."""
+    monkeypatch.setattr(rules, "LOOSE", 1e9)
+    y, block, z = model(6, 6, top=0.1)
+    p = y @ block @ z.mT
+    p = p + options.get("exploration", 0.0) * (1 - p)
+    p = p.masked_fill(torch.eye(6, dtype=torch.bool), 1) if options.get("self_loops") else p
+    assert p.masked_fill(p == 1, 0).max() < rules.THIN * 1.5
+    monkeypatch.setattr(rules, "THIN", 1.0)
+    check_moments(draw_many(40_000, y, block, z, causal=causal, **options), p.tril() if causal else p)
 
 
 def fastrg(y, block, z, generator):
@@ -345,6 +360,26 @@ def test_tiles_equal_the_reference(monkeypatch, d, c, threads):
         for x, y in zip(*grads, strict=True):
             torch.testing.assert_close(x, y)
             assert x.abs().max() > 0
+
+
+@pytest.mark.parametrize("batch, n, chunk", [(1, 1, 2**18), (2, 37, 2**18), (2, 37, 100), (3, 16, 1)])
+@pytest.mark.parametrize("multiplied", [False, True])
+def test_memberships_in_chunks_equal_the_formula(monkeypatch, batch, n, chunk, multiplied):
+    monkeypatch.setattr(nodes, "CHUNK", chunk)
+    draw = torch.Generator().manual_seed(5)
+    shapes = [(batch, n, 2, 4), (2, 4, 4), (2, 1, 4), (2, 4, 3), (2, 1, 3), (2, 3, 3)][: 5 + multiplied]
+    given = [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+    def formula(x, weight, bias, into, shift, block=None):
+        found = torch.sigmoid(torch.relu(x @ weight + bias) @ into + shift)
+        return found if block is None else found @ block
+
+    results = []
+    for function in (nodes.memberships, formula):
+        out = function(given[0].transpose(1, 2), *given[1:])  # as a layer's projections stand
+        results.append((out, *torch.autograd.grad((out * out).sum(), given)))
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("crossover", [-1.0, 2.0], ids=["bits", "list"])

@@ -37,6 +37,7 @@ from subquad.attention.states.graphs import Graphs
 from subquad.attention.states.state import Memory
 from subquad.core.options import Options, option
 from subquad.kernels.graphs import graph_attention
+from subquad.kernels.graphs.memberships import memberships
 from subquad.kernels.graphs.reference import gated_weights, settled_to_zero
 from subquad.kernels.masks import unpack_mask
 from subquad.kernels.sampler import Rules, Sample, pinned_reach, sample
@@ -102,13 +103,9 @@ class Sbm(Attention):
         with torch.autocast(q.device.type, enabled=False):
             c = self.clusters.to(work)  # (H, k, d)
             block = torch.softmax((c @ c.mT).flatten(1), -1).view(-1, c.shape[1], c.shape[1])  # (H, k, k)
-            return self._nodes(q.to(work), c) @ block, self._nodes(k.to(work), c)
-
-    def _nodes(self, x: Tensor, c: Tensor) -> Tensor:
-        w1, w2, b1, b2 = (self.mlp[name].to(x.dtype) for name in ("weight1", "weight2", "bias1", "bias2"))
-        hidden = (x @ w1).add_(b1).relu_()  # (B, H, n, d)
-        into, shift = w2 @ c.mT, b2 @ c.mT  # (H, d, k), (H, 1, k): the second layer and the clusters in one product
-        return (hidden @ into).add_(shift).sigmoid_()  # (B, H, n, k); in place: it is the largest
+            w1, w2, b1, b2 = (self.mlp[name].to(work) for name in ("weight1", "weight2", "bias1", "bias2"))
+            layers = w1, b1, w2 @ c.mT, b2 @ c.mT  # the second layer and the clusters in one: (H, d, k), (H, 1, k)
+            return memberships(q.to(work), *layers, block), memberships(k.to(work), *layers)
 
     def rules(self, training: bool, crossover: float) -> Rules:
         o = self.options
@@ -242,8 +239,8 @@ class Sbm(Attention):
     def _expected_edges(self, w: Tensor, z: Tensor, key_mask: Tensor | None) -> Tensor:
         """Σ p over real queries and the keys that they may draw: prefix sums over the keys, no matrix n × m."""
         (n, m), o = (w.shape[2], z.shape[2]), self.options
-        z = z if key_mask is None else z * key_mask[:, None, :, None]
-        w = w * _real_rows(w, z, key_mask)[..., None]
+        if key_mask is not None:
+            z, w = z * key_mask[:, None, :, None], w * _real_rows(w, z, key_mask)[..., None]
         reach = self.reach
         if not o.causal and reach < 0:
             return (w.sum(2) * z.sum(2)).sum()

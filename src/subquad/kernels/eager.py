@@ -31,7 +31,7 @@ class Eager:
     def __call__(self, *arguments: Any) -> Any:
         sizes, flat = _flattened(arguments)
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        if not _is_plain(tensors):
+        if not is_plain(tensors):
             return self.operator(*arguments)
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
             return self.kernel(*arguments)
@@ -40,7 +40,7 @@ class Eager:
         return _Function.apply(self, sizes, *flat)
 
 
-def _is_plain(tensors: Sequence[Tensor]) -> bool:
+def is_plain(tensors: Sequence[Tensor]) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -8,7 +8,12 @@ from subquad.supports.partitions import Group, GroupSet, Partition
 from subquad.supports.parts import MEMBERS, NODES, NODES_BACK, Grid, Part, Plan, make_plan
 from subquad.supports.support import Within
 
-RADIX = 64  # the base in which positions are read
+RADICES = ((256, 16), (512, 32))  # up to so many tokens positions are read in this base, above in base 64
+
+
+def _radix(n: int) -> int:
+    """The base in which the positions of n tokens are read."""
+    return next((radix for longest, radix in RADICES if n <= longest), 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +25,8 @@ class Logsparse(Partition):
     Blocks with an even number are the only ones ever asked for. Of these exactly one ends with each token, so all
     levels fit one array as long as the sequence, a Fenwick tree, and the blocks of i are read off the bits of i: i,
     then i without its lowest bit, and so on. In base 64 these are, per digit of i, some of 63 nodes: one masked block
-    attention per digit, 64 queries × 63 nodes for the lowest, 4096 × 63 for the next. n·63 products per digit.
+    attention per digit, 64 queries × 63 nodes for the lowest, 4096 × 63 for the next. n·63 products per digit. Short
+    sequences take a smaller base: fewer products, in blocks that are smaller.
     """
 
     def blocks(self, n: int, i: int) -> list[range]:
@@ -69,9 +75,9 @@ class Logsparse(Partition):
 
         `back` mirrors it: blocks are counted from the end, and so are the nodes.
         """
-        parts, unit = [], 1
+        parts, unit, radix = [], 1, _radix(n)
         while unit < n:
-            width = unit * RADIX
+            width = unit * radix
             full, rest = divmod(n, width)
             starts = (rest, 0) if back else (0, full * width)
             for start, blocks, rows in zip(starts, (full, 1), (width, rest), strict=True):
@@ -86,16 +92,17 @@ class Logsparse(Partition):
 
     @staticmethod
     def _members(n: int) -> Plan:
-        """Nodes to their tokens: those inside a block of 64 by one masked block, larger ones by one query each."""
-        full, rest = divmod(n, RADIX)
+        """Nodes to their tokens: those inside a block of a digit by one masked block, larger ones by one query each."""
+        radix = _radix(n)
+        full, rest = divmod(n, radix)
         parts = []
         if full:
-            inside = Grid(0, full, RADIX, RADIX - 1)
+            inside = Grid(0, full, radix, radix - 1)
             parts.append(Part(inside, inside, rule=MEMBERS))
         if rest:
-            inside = Grid.of(range(full * RADIX, n))
+            inside = Grid.of(range(full * radix, n))
             parts.append(Part(inside, inside, rule=MEMBERS))
-        size = RADIX
+        size = radix
         while size <= n:
             count = (n // size + 1) // 2  # blocks of this size with an even number
             parts.append(Part(Grid(size - 1, count, 2 * size), Grid(0, count, 2 * size, size)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from subquad.kernels.edges import cpu, loops
@@ -34,7 +33,8 @@ def backward(
     """dq, dk, dv, dw, dz. Some graphs at a time: numbers per edge stay small, and their pages are used again."""
     if gated and ste == "difference":
         raise NotImplementedError(NEEDS_MASK)
-    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, w, z)]
+    grads = [x.new_empty(x.shape) for x in (q, k, v)]  # the loops write every row
+    grads += [x.new_empty(x.shape) if gated else x.new_zeros(x.shape) for x in (w, z)]
     rows = [array(x) for x in (grad, q, k, v, w, z, *grads)]
     dropped = cpu.drop(seed, dropout, key_mask, q.shape[0], q.shape[2], k.shape[2])
     for t, e in _groups(indptr):

@@ -12,6 +12,8 @@ Three samplers, one graph per batch element and head, every edge independent:
 p / (1 - exp(-c·p)); this is ≤ 1 as long as p is at most the bound b_i for which c_i = -ln(1 - b_i) / b_i. The bound
 of row i is W_i · max_j Z_j, linear to compute. Where it nears 1, or the row is dense, c·p edges cost more than looking
 at all of them: such a row is sampled as `bernoulli` does, most pairs by bounds of p alone, and the statistics count it.
+Where b_i is small and not far above the row's mean, keys are met with probability b_i, by jumps from one to the next,
+and kept with probability p / b_i: the same distribution, without search tables.
 
 Beside the model: exploration δ adds every edge independently with probability δ; `reach` pins the edges |i - j| ≤ reach
 (0: the self-loop); causal keeps j ≤ i; keys outside the key mask have no edges.

@@ -47,7 +47,7 @@ def sample(
     plan = _Plan.of(x.numpy(), y.numpy(), keys, rules, int(seed))
     masked = plan.masked(keys, rules)
     degrees, mask = np.zeros((len(x), n), np.int64), np.empty(0, np.uint8)
-    near = _Near.of(x, y, rules.causal, needed=bool(plan.dense.any()))
+    near = _Near.of(x, y, rules.causal, needed=bool((plan.dense | plan.jumped).any()))
     indices = _drawn_rows(x.numpy(), y.numpy(), keys, plan, near, rules, masked, degrees)
     if masked.any():
         mask = np.zeros((len(x), n, -(-m // 8)), np.uint8)
@@ -85,8 +85,10 @@ class _Plan:
     """How each row is drawn; arrays are (B·H, n)."""
 
     boost: np.ndarray  # float64: c_i
+    chance: np.ndarray  # float64: b_i, with exploration: what no edge of the row is more likely than
     expected: np.ndarray  # float64: edges to make room for, duplicates counted
     dense: np.ndarray  # bool: look at every key
+    jumped: np.ndarray  # bool: jump from key to key by b_i
     streams: np.ndarray  # uint64: the random stream
     proposed: np.ndarray  # (B·H,) int64: filled in as rows are drawn
 
@@ -98,16 +100,18 @@ class _Plan:
             raise refuse("k" if np.isfinite(w).all() else "q")
         visible = np.repeat(keys.visible, keys.heads, 0)  # (B·H, n)
         boost, dense = np.ones_like(rate), np.full(rate.shape, rules.sampler == "bernoulli")
+        jumped, b = np.zeros(rate.shape, bool), np.clip(bound, 1e-9, 1 - 1e-9)
+        chance = b + rules.exploration * (1 - b)
         if rules.sampler == "exact":
-            b = np.clip(bound, 1e-9, 1 - 1e-9)
             boost = -np.log1p(-b) / b
-            dense = boost * rate > limits.SWITCH * visible
+            jumped = (chance <= limits.THIN) & (chance * visible <= limits.LOOSE * boost * rate)
+            dense = ~jumped & (boost * rate > limits.SWITCH * visible)
         extra = rules.exploration * visible + np.minimum(visible, max(0, 2 * rules.reach + 1))
-        expected = np.minimum(np.where(dense, 1.0, boost) * rate + extra, visible)
+        expected = np.minimum(np.where(dense | jumped, 1.0, boost) * rate + extra, visible)
         streams = np.empty(rate.shape, np.uint64)
         period = keys.heads if rules.alike else len(w)
         run(loops.streams, np.uint64(seed % 2**64), keys.ids, keys.heads, period, streams)
-        return cls(boost, expected, dense, streams, np.zeros(len(w), np.int64))
+        return cls(boost, chance, expected, dense, jumped, streams, np.zeros(len(w), np.int64))
 
     def masked(self, keys: _Keys, rules: Rules) -> np.ndarray:
         """(B·H, n) bool: the rows that go to the mask; see `Sample`."""
@@ -177,11 +181,11 @@ def _drawn_rows(w, z, keys: _Keys, plan: _Plan, near: _Near, rules: Rules, maske
     step = max(1, TABLE // (z.shape[1] * z.shape[2]))
     for t in range(0, len(w), step):
         group = slice(t, t + step)
-        dense, left = plan.dense[group], plan.dense[group] & masked[group]
+        dense, jumped, left = plan.dense[group], plan.jumped[group], plan.dense[group] & masked[group]
         if not left.all():
-            tables = loops.tables(z[group], needed=not dense.all())
-            bounds = tuple(x[group] for x in near)
-            chosen = (w[group], z[group], *tables, plan.boost[group], dense, left, plan.streams[group], bounds)
+            tables = loops.tables(z[group], needed=not (dense | jumped).all())
+            bounds, rates = tuple(x[group] for x in near), (plan.boost[group], plan.chance[group])
+            chosen = (w[group], z[group], *tables, rates, (dense, jumped, left), plan.streams[group], bounds)
             places = (keys.real, keys.rank, keys.listed, keys.visible)
             thin = rules.sampler == "exact"
             where = (t, keys.heads, rules.causal, rules.exploration, rules.reach, thin)

@@ -8,7 +8,6 @@ seed are those of the CPU, but for random numbers that lie within rounding of a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,7 +40,7 @@ def sample(
     rows = _Rows.of(w, z, seed, key_mask, rules)
     graphs, n, m = len(rows.z), w.shape[2], z.shape[2]
     proposed = torch.zeros_like(rows.place)
-    found = [*_looked(rows, rules), *_walked(rows, rules, proposed)]
+    found = [*_looked(rows, rules), *_jumped(rows, rules, proposed), *_walked(rows, rules, proposed)]
     edge = torch.unique(torch.cat([rows.place[:0], *found]))  # ascending: graph by graph, row by row
     ends = torch.searchsorted(edge, m * torch.arange(graphs * n + 1, device=edge.device))  # (g·n + 1,)
     at = n * torch.arange(graphs, device=edge.device)[:, None] + torch.arange(n + 1, device=edge.device)
@@ -71,6 +70,8 @@ class _Rows:
     boost: Tensor  # (R,): c_i
     points: Tensor  # (R,): the mean number of points, c_i·Σ_j p_ij
     dense: Tensor  # (R,) bool: look at every key
+    jumped: Tensor  # (R,) bool: jump from key to key by `chance`
+    chance: Tensor  # (R,): b_i, with exploration: what no edge of the row is more likely than
     expected: Tensor  # (R,): edges, duplicates counted
 
     @classmethod
@@ -91,15 +92,29 @@ class _Rows:
             sums, tops, upto = y.sum(1, keepdim=True), y.amax(1, keepdim=True), real.sum(1, keepdim=True)
         rate, visible = (x * sums).sum(-1), upto.expand(-1, n)  # (g, n): Σ_j p_ij
         boost, dense = torch.ones_like(rate), torch.full_like(rate, rules.sampler == "bernoulli", dtype=torch.bool)
+        jumped, bound = torch.zeros_like(dense), (x * tops).sum(-1).clamp(1e-9, 1 - 1e-9)  # no p_ij is above
+        chance = bound + rules.exploration * (1 - bound)
         if rules.sampler == "exact":
-            bound = (x * tops).sum(-1).clamp(1e-9, 1 - 1e-9)  # no p_ij is above
             boost = -torch.log1p(-bound) / bound
-            dense = boost * rate > limits.SWITCH * visible
+            jumped = (chance <= limits.THIN) & (chance * visible <= limits.LOOSE * boost * rate)
+            dense = ~jumped & (boost * rate > limits.SWITCH * visible)
         extra = rules.exploration * visible + visible.clamp(max=max(0, 2 * rules.reach + 1))
-        expected = torch.minimum(torch.where(dense, 1.0, boost) * rate + extra, visible.double())
+        expected = torch.minimum(torch.where(dense | jumped, 1.0, boost) * rate + extra, visible.double())
         place = torch.arange(n, device=device).expand_as(stream)
         end = place + 1 if rules.causal else torch.full_like(place, m)
-        about = (graph.expand_as(place), place, end, visible, stream, boost, boost * rate, dense, expected)
+        about = (
+            graph.expand_as(place),
+            place,
+            end,
+            visible,
+            stream,
+            boost,
+            boost * rate,
+            dense,
+            jumped,
+            chance,
+            expected,
+        )
         return cls(x.flatten(0, 1), y, real, rank, *(t.flatten() for t in about))
 
     def masked(self, rules: Rules) -> Tensor:
@@ -128,9 +143,24 @@ def _looked(rows: _Rows, rules: Rules) -> Iterator[Tensor]:
         yield ((graph + t.start) * w.shape[1] + row + some.start) * m + drawn + seen.start
 
 
+def _jumped(rows: _Rows, rules: Rules, proposed: Tensor) -> Iterator[Tensor]:
+    """Rows that jump from key to key by a bound of their probabilities, and what is pinned there."""
+    chosen = rows.jumped.nonzero()[:, 0]
+    if not len(chosen):
+        return
+    most = _bound(rows.chance[chosen] * rows.visible[chosen])
+    for some in chosen.split(max(1, HELD // max(most, rows.w.shape[1]))):
+        row, key, count = _jumps(rows, some, rows.chance[some], 1, most)
+        proposed[some] = count
+        p = (rows.w[row] * rows.z[rows.graph[row], key]).sum(-1)
+        u = chances(rows.stream[row], rows.rank[rows.graph[row], key]).double() * rows.chance[row]
+        yield (row * rows.z.shape[1] + key)[u < p + rules.exploration * (1 - p)]
+        yield from _pinned(rows, rules, some)
+
+
 def _walked(rows: _Rows, rules: Rules, proposed: Tensor) -> Iterator[Tensor]:
     """The other rows: points of the walk, exploration, and what is pinned. Fills in `proposed` (R,)."""
-    chosen = (~rows.dense).nonzero()[:, 0]
+    chosen = (~rows.dense & ~rows.jumped).nonzero()[:, 0]
     if not len(chosen):
         return
     m, upto = rows.z.shape[1], torch.nn.functional.pad(rows.z.mT.cumsum(2), (1, 0))  # (g, k, m + 1)
@@ -140,13 +170,21 @@ def _walked(rows: _Rows, rules: Rules, proposed: Tensor) -> Iterator[Tensor]:
         row, key, count = _points(rows, rules, some, upto, most)
         proposed[some] = count
         yield row * m + key
-        if explored:
-            yield _explored(rows, rules.exploration, some, count, explored)
-        if rules.reach >= 0:
-            key = rows.place[some][:, None] + torch.arange(-rules.reach, rules.reach + 1, device=some.device)
-            inside = (key >= 0) & (key < rows.end[some][:, None])
-            row, key = some[:, None].expand_as(key)[inside], key[inside]
-            yield (row * m + key)[rows.real[rows.graph[row], key]]
+        if explored:  # with the random numbers behind the points
+            chance = torch.full_like(rows.chance[some], rules.exploration)
+            row, key, _ = _jumps(rows, some, chance, count[:, None] + 2, explored)
+            yield row * m + key
+        yield from _pinned(rows, rules, some)
+
+
+def _pinned(rows: _Rows, rules: Rules, some: Tensor) -> Iterator[Tensor]:
+    """Edges |i - j| ≤ reach of some rows."""
+    if rules.reach < 0:
+        return
+    key = rows.place[some][:, None] + torch.arange(-rules.reach, rules.reach + 1, device=some.device)
+    inside = (key >= 0) & (key < rows.end[some][:, None])
+    row, key = some[:, None].expand_as(key)[inside], key[inside]
+    yield (row * rows.z.shape[1] + key)[rows.real[rows.graph[row], key]]
 
 
 def _bound(mean: Tensor) -> int:
@@ -186,12 +224,15 @@ def _search(sums: Tensor, line: Tensor, x: Tensor) -> Tensor:
     return j
 
 
-def _explored(rows: _Rows, exploration: float, some: Tensor, count: Tensor, most: int) -> Tensor:
-    """Every visible key with probability δ: jumps from one to the next, with the random numbers behind the points."""
+def _jumps(rows: _Rows, some: Tensor, chance: Tensor, first: Tensor | int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Every visible key with a probability (r,): jumps from one to the next, with the random numbers from `first` on.
+
+    Rows and keys that were met, and how many there were in each row, (r,).
+    """
     step = torch.arange(most, device=some.device)
-    u = uniforms(rows.stream[some][:, None], count[:, None] + 2 + step)  # (r, most)
-    number = (torch.log(u) / math.log1p(-exploration)).floor().cumsum(1) + step  # of a visible key
+    u = uniforms(rows.stream[some][:, None], step + first)  # (r, most)
+    number = (torch.log(u) / torch.log1p(-chance)[:, None]).floor().cumsum(1) + step  # of a visible key
     inside = number < rows.visible[some][:, None]
     row = some[inside.nonzero()[:, 0]]
     listed = (~rows.real).byte().argsort(dim=1, stable=True)  # (g, m): the real keys, ascending, then the others
-    return row * rows.z.shape[1] + listed[rows.graph[row], number[inside].long()]
+    return row, listed[rows.graph[row], number[inside].long()], inside.sum(1)

@@ -258,6 +258,38 @@ def _explore(listed, visible, exploration, state, words, summary):
 
 
 @_inline
+def _jump(w, z, bounds, rank, listed, visible, top, exploration, state, keys):
+    """Every visible key with probability `top`, which no edge is above: jump from one to the next, and keep what is met
+    with probability P(edge) / top. Fills in keys, ascending; returns how many, and how many were met.
+
+    As in `_sift`, most are decided by the bounds of p.
+    """
+    (middle, width, along, wide), (a, b) = bounds, halves(state)
+    stay, r, met, kept = math.log1p(-top), 0.0, 0, 0
+    while True:
+        state += GAMMA
+        r += math.floor(math.log(_uniform(state)) / stay)
+        if r >= visible:
+            break
+        keys[met] = listed[int(r)]
+        met += 1
+        r += 1.0
+    for e in range(met):
+        j = keys[e]
+        u = np.float64(chance(a, b, rank[j])) * top
+        p, error = np.float64(middle + along[j]), np.float64(width * wide[j]) + _SLACK
+        low, high = p - error, p + error
+        stays = u < low + exploration * (1 - low)
+        if not stays and u < high + exploration * (1 - high):
+            p = np.float64(_dot(w, z[j]))
+            stays = u < p + exploration * (1 - p)
+        if stays:
+            keys[kept] = j
+            kept += 1
+    return kept, met
+
+
+@_inline
 def _look(w, z, bounds, real, rank, i, end, exploration, reach, stream, marks, unsure, keys):
     """A dense row: every key, with the same random numbers as `compare`. Fills in keys, returns how many."""
     _sift(w, z, bounds, real, rank, end, exploration, stream, marks, unsure)
@@ -283,7 +315,7 @@ def _pin(i, end, reach, real, words, summary):
 
 @_kernel
 def _draw(tasks, workers, chosen, places, where, starts, buffer, degrees, proposed):
-    w, z, upto, guide, scale, boost, dense, left, streams_, near = chosen
+    w, z, upto, guide, scale, (boost, tops_of_p), (dense, jumped, left), streams_, near = chosen
     along_w, apart_w, along_z, apart_z = near
     real, rank, listed, visible = places
     first_graph, heads, causal, exploration, reach, thin = where
@@ -300,7 +332,17 @@ def _draw(tasks, workers, chosen, places, where, starts, buffer, degrees, propos
                 if left[t, i]:
                     continue
                 x, state, end = w[t, i], streams_[t, i], i + 1 if causal else m
-                if dense[t, i]:
+                if jumped[t, i]:
+                    bounds = (along_w[t, i], apart_w[t, i], along_z[t], apart_z[t])
+                    seen = (rank[u], listed[u], visible[u, i], tops_of_p[t, i], exploration)
+                    count, met = _jump(x, z[t], bounds, *seen, state, keys)
+                    proposed[task] += met
+                    if reach >= 0:
+                        for e in range(count):
+                            _add(words, summary, keys[e])
+                        _pin(i, end, reach, real[u], words, summary)
+                        count = _empty(words, summary, keys)
+                elif dense[t, i]:
                     bounds = (along_w[t, i], apart_w[t, i], along_z[t], apart_z[t])
                     about = (i, end, exploration, reach, state, marks, unsure, keys)
                     count = _look(x, z[t], bounds, real[u], rank[u], *about)

@@ -9,6 +9,8 @@ from torch import Tensor
 SAMPLERS = ("exact", "fastrg", "bernoulli")
 SWITCH = 1 / 128  # more proposals than this share of the keys: looking at every key is cheaper
 # (measured: from 1 / 250 of 4,096 keys on, from 1 / 110 of 16,384)
+LOOSE = 3  # jumps by a bound of p beside points of a walk: so many more are still cheaper
+THIN = 1 / 24  # a larger bound of p: looking at every key is cheaper than jumping (one key in 20 takes as long)
 OPEN = 1 / 8  # a larger share of pairs that bounds leave open: computing p for all of them is cheaper
 SMALL = 128  # up to so many keys a mask is never worse than a list
 
