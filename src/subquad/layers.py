@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from subquad.attention.base import draw_seed
 from subquad.attention.registry import attention as make_attention
 from subquad.attention.states import State
-from subquad.kernels.affine import affine
+from subquad.kernels.affine import affine, affine_parts, apply_linear
 from subquad.packing import Packing, attend_packed, packing_of
 
 QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
@@ -35,10 +35,10 @@ class Projections:
         return self._project(2, x)
 
     def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All three; self-attention takes one matrix product."""
+        """All three, of the same tokens where it is self-attention."""
         if query is key and key is value and self.layer.in_proj_weight is not None:
-            mixed = affine(query, self.layer.in_proj_weight, self.layer.in_proj_bias)  # (B, n, 3E)
-            q, k, v = (self._split(x) for x in mixed.chunk(3, -1))
+            parts = affine_parts(query, self.layer.in_proj_weight, self.layer.in_proj_bias, 3)  # (B, n, E) each
+            q, k, v = (self._split(x) for x in parts)
             return q, k, v
         return self.queries(query), self.keys(key), self.values(value)
 
@@ -186,7 +186,7 @@ class MultiheadAttention(nn.Module):
             mixed, _ = self.attention.attend_tokens(query, key, value, project, key_mask, **extra)  # (B, n, H·d)
         else:
             mixed, _ = attend_packed(packing, self.attention, tokens, lambda _: project, **extra)
-        out = self.out_proj(mixed)
+        out = apply_linear(self.out_proj, mixed)
         weights = None
         if need_weights:
             weights = self._weights(tokens, project, key_mask, packing, extra, average_attn_weights)
