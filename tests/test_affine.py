@@ -99,16 +99,17 @@ def test_a_layer_is_the_same_with_either_library(always, monkeypatch):
 def test_parts_are_those_of_one_product(always, used, with_bias):
     given = inputs(2, 7, 4)[: 3 if with_bias else 2]
     bias = given[2] if with_bias else None
-    parts, expected = affine_parts(given[0], given[1], bias, 3), F.linear(*given).chunk(3, -1)
+    parts, expected = affine_parts(given[0], given[1], bias, (1, 3, 2)), F.linear(*given).split((1, 3, 2), -1)
     assert is_ours(parts[0]) and all(part.is_contiguous() for part in parts)
     torch.testing.assert_close(parts, expected)
-    grads = torch.randn(3, *parts[0].shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    draw = torch.Generator().manual_seed(1)
+    grads = [torch.randn(part.shape, generator=draw).requires_grad_() for part in parts]
     results = []
     for outs in (parts, expected):
         chosen = [outs[i] for i in used], given, [grads[i] for i in used]
         results.append([torch.autograd.grad(*chosen, retain_graph=True)])
         first = torch.autograd.grad(*chosen, create_graph=True)
-        results[-1] += [first, torch.autograd.grad(sum(g.square().sum() for g in first), [*given[:2], grads])]
+        results[-1] += [first, torch.autograd.grad(sum(g.square().sum() for g in first), [*given[:2], *(grads[i] for i in used)])]
     torch.testing.assert_close(*results)
 
 
@@ -118,7 +119,7 @@ def test_flops_of_parts_are_those_of_one_product(always):
     counts = []
     for many in (True, False):
         with FlopCounterMode(display=False) as counter:
-            outs = affine_parts(x, weight, bias, 3) if many else [F.linear(x, weight, bias)]
+            outs = affine_parts(x, weight, bias, (1, 3, 2)) if many else [F.linear(x, weight, bias)]
             sum(out.sum() for out in outs).backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] == 3 * 2 * 5 * 4 * 6

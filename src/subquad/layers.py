@@ -37,19 +37,24 @@ class Projections:
     def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All three, of the same tokens where it is self-attention."""
         if query is key and key is value and self.layer.in_proj_weight is not None:
-            parts = affine_parts(query, self.layer.in_proj_weight, self.layer.in_proj_bias, 3)  # (B, n, E) each
+            layer = self.layer
+            parts = affine_parts(query, layer.in_proj_weight, layer.in_proj_bias, layer.widths)  # (B, n, E) each
             q, k, v = (self._split(x) for x in parts)
             return q, k, v
         return self.queries(query), self.keys(key), self.values(value)
 
-    def _project(self, which: int, x: Tensor) -> Tensor:
+    def matrix(self, which: int) -> tuple[Tensor, Tensor | None]:
+        """The weight (f, E) and the bias (f,) of queries, keys or values: 0, 1 or 2."""
         layer, widths = self.layer, self.layer.widths
         rows = slice(sum(widths[:which]), sum(widths[: which + 1]))
         if layer.in_proj_weight is not None:
             weight: Any = layer.in_proj_weight[rows]
         else:
             weight = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)[which]
-        return self._split(affine(x, weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]))
+        return weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]
+
+    def _project(self, which: int, x: Tensor) -> Tensor:
+        return self._split(affine(x, *self.matrix(which)))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.layer.head_dim)).transpose(1, 2)  # (B, H, n, d)

@@ -11,6 +11,7 @@ not have to put the gradients side by side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,11 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _Affine.apply(x, weight, bias) if _pays(x, weight, bias) else F.linear(x, weight, bias)
 
 
-def affine_parts(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> tuple[Tensor, ...]:
-    """`affine` with as many maps of equal width below each other in `weight` (parts·f, e): parts × (…, f)."""
+def affine_parts(x: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """`affine` with several maps below each other in `weight` (f of all, e), as wide as `widths` says: (…, f) each."""
     if _pays(x, weight, bias):
-        return _AffineParts.apply(x, weight, bias, parts)
-    return F.linear(x, weight, bias).chunk(parts, -1)
+        return _AffineParts.apply(x, weight, bias, list(widths))
+    return F.linear(x, weight, bias).split(list(widths), -1)
 
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
@@ -65,27 +66,28 @@ class _Affine(torch.autograd.Function):
 
 class _AffineParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight)
+        ctx.widths = widths
         ctx.set_materialize_grads(False)
-        biases = [None] * parts if bias is None else bias.chunk(parts)
+        biases = [None] * len(widths) if bias is None else bias.split(widths)
         return tuple(
             torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
-            for w, b in zip(weight.chunk(parts), biases, strict=True)
+            for w, b in zip(weight.split(widths), biases, strict=True)
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        weights, rows, width = weight.chunk(len(grads)), x.flatten(0, -2), len(weight) // len(grads)
-        flat = [None if g is None else g.flatten(0, -2) for g in grads]  # (N, f)
+        weights, rows = weight.split(ctx.widths), x.flatten(0, -2)
+        flat = [(f, None if g is None else g.flatten(0, -2)) for f, g in zip(ctx.widths, grads, strict=True)]  # (N, f)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = _sum_of_products([(g, w) for g, w in zip(grads, weights, strict=True) if g is not None])
         if ctx.needs_input_grad[1]:
-            dw = torch.cat([rows.new_zeros(width, rows.shape[1]) if g is None else g.mT @ rows for g in flat])
+            dw = torch.cat([rows.new_zeros(f, rows.shape[1]) if g is None else g.mT @ rows for f, g in flat])
         if ctx.needs_input_grad[2]:
-            db = torch.cat([rows.new_zeros(width) if g is None else g.sum(0) for g in flat])
+            db = torch.cat([rows.new_zeros(f) if g is None else g.sum(0) for f, g in flat])
         return dx, dw, db, None
 
 
