@@ -109,7 +109,10 @@ def test_parts_are_those_of_one_product(always, used, with_bias):
         chosen = [outs[i] for i in used], given, [grads[i] for i in used]
         results.append([torch.autograd.grad(*chosen, retain_graph=True)])
         first = torch.autograd.grad(*chosen, create_graph=True)
-        results[-1] += [first, torch.autograd.grad(sum(g.square().sum() for g in first), [*given[:2], *(grads[i] for i in used)])]
+        results[-1] += [
+            first,
+            torch.autograd.grad(sum(g.square().sum() for g in first), [*given[:2], *(grads[i] for i in used)]),
+        ]
     torch.testing.assert_close(*results)
 
 

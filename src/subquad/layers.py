@@ -37,8 +37,8 @@ class Projections:
     def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All three, of the same tokens where it is self-attention."""
         if query is key and key is value and self.layer.in_proj_weight is not None:
-            layer = self.layer
-            parts = affine_parts(query, layer.in_proj_weight, layer.in_proj_bias, layer.widths)  # (B, n, E) each
+            weight, bias = self.layer.in_proj_weight, self.layer.in_proj_bias
+            parts = affine_parts(query, weight, bias, self.layer.widths)  # (B, n, E) each
             q, k, v = (self._split(x) for x in parts)
             return q, k, v
         return self.queries(query), self.keys(key), self.values(value)
