@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.kernels import affine as module
-from subquad.kernels.affine import affine
+from subquad.kernels.affine import affine, affine_parts, apply_linear
 from subquad.layers import MultiheadAttention
 
 needs_library = pytest.mark.skipif(
@@ -91,3 +91,53 @@ def test_a_layer_is_the_same_with_either_library(always, monkeypatch):
         out.square().sum().backward()
         results.append([out, *(p.grad.clone() for p in layer.parameters())])
     torch.testing.assert_close(*results)
+
+
+@needs_library
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("used", [(0, 1, 2), (0, 2), (1,)])
+def test_parts_are_those_of_one_product(always, used, with_bias):
+    given = inputs(2, 7, 4)[: 3 if with_bias else 2]
+    bias = given[2] if with_bias else None
+    parts, expected = affine_parts(given[0], given[1], bias, (1, 3, 2)), F.linear(*given).split((1, 3, 2), -1)
+    assert is_ours(parts[0]) and all(part.is_contiguous() for part in parts)
+    torch.testing.assert_close(parts, expected)
+    draw = torch.Generator().manual_seed(1)
+    grads = [torch.randn(part.shape, generator=draw).requires_grad_() for part in parts]
+    results = []
+    for outs in (parts, expected):
+        chosen = [outs[i] for i in used], given, [grads[i] for i in used]
+        results.append([torch.autograd.grad(*chosen, retain_graph=True)])
+        first = torch.autograd.grad(*chosen, create_graph=True)
+        results[-1] += [
+            first,
+            torch.autograd.grad(sum(g.square().sum() for g in first), [*given[:2], *(grads[i] for i in used)]),
+        ]
+    torch.testing.assert_close(*results)
+
+
+@needs_library
+def test_flops_of_parts_are_those_of_one_product(always):
+    x, weight, bias = inputs(5, 4)
+    counts = []
+    for many in (True, False):
+        with FlopCounterMode(display=False) as counter:
+            outs = affine_parts(x, weight, bias, (1, 3, 2)) if many else [F.linear(x, weight, bias)]
+            sum(out.sum() for out in outs).backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == 3 * 2 * 5 * 4 * 6
+
+
+@needs_library
+def test_an_output_projection_that_was_changed_is_called(always):
+    linear, x, calls = torch.nn.Linear(4, 6), inputs(5, 4)[0], []
+    assert is_ours(apply_linear(linear, x))
+    hook = linear.register_forward_hook(lambda *args: calls.append(1))
+    assert not is_ours(apply_linear(linear, x)) and calls == [1]
+    hook.remove()
+    everywhere = torch.nn.modules.module.register_module_forward_hook(lambda *args: calls.append(1))
+    assert not is_ours(apply_linear(linear, x)) and calls == [1, 1]
+    everywhere.remove()
+    torch.nn.utils.parametrizations.weight_norm(linear)
+    assert not is_ours(apply_linear(linear, x))
+    torch.testing.assert_close(apply_linear(torch.nn.Identity(), x), x)

@@ -12,7 +12,7 @@ from subquad.attention.base import draw_seed
 from subquad.attention.registry import attention as make_attention
 from subquad.attention.states import State
 from subquad.kernels import devices
-from subquad.kernels.affine import affine
+from subquad.kernels.affine import affine, affine_parts, apply_linear
 from subquad.packing import Packing, attend_packed, packing_of
 
 QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
@@ -36,21 +36,26 @@ class Projections:
         return self._project(2, x)
 
     def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All three; self-attention takes one matrix product."""
+        """All three, of the same tokens where it is self-attention."""
         if query is key and key is value and self.layer.in_proj_weight is not None:
-            mixed = affine(query, self.layer.in_proj_weight, self.layer.in_proj_bias)  # (B, n, 3E)
-            q, k, v = (self._split(x) for x in mixed.chunk(3, -1))
+            weight, bias = self.layer.in_proj_weight, self.layer.in_proj_bias
+            parts = affine_parts(query, weight, bias, self.layer.widths)  # (B, n, E) each
+            q, k, v = (self._split(x) for x in parts)
             return q, k, v
         return self.queries(query), self.keys(key), self.values(value)
 
-    def _project(self, which: int, x: Tensor) -> Tensor:
+    def matrix(self, which: int) -> tuple[Tensor, Tensor | None]:
+        """The weight (f, E) and the bias (f,) of queries, keys or values: 0, 1 or 2."""
         layer, widths = self.layer, self.layer.widths
         rows = slice(sum(widths[:which]), sum(widths[: which + 1]))
         if layer.in_proj_weight is not None:
             weight: Any = layer.in_proj_weight[rows]
         else:
             weight = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)[which]
-        return self._split(affine(x, weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]))
+        return weight, None if layer.in_proj_bias is None else layer.in_proj_bias[rows]
+
+    def _project(self, which: int, x: Tensor) -> Tensor:
+        return self._split(affine(x, *self.matrix(which)))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.layer.head_dim)).transpose(1, 2)  # (B, H, n, d)
@@ -187,7 +192,7 @@ class MultiheadAttention(nn.Module):
             mixed, _ = self.attention.attend_tokens(query, key, value, project, key_mask, **extra)  # (B, n, H·d)
         else:
             mixed, _ = attend_packed(packing, self.attention, tokens, lambda _: project, **extra)
-        out = self.out_proj(mixed)
+        out = apply_linear(self.out_proj, mixed)
         weights = None
         if need_weights:
             weights = self._weights(tokens, project, key_mask, packing, extra, average_attn_weights)

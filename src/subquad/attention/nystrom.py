@@ -17,6 +17,7 @@ Dropout acts on the first factor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Call, Capabilities
+from subquad.attention.base import Call, Capabilities, Record
+from subquad.attention.checks import check_lengths
 from subquad.attention.full import drop
 from subquad.attention.outputs import OutputAttention, within_rows
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
+from subquad.kernels.affine import affine, affine_parts
+from subquad.kernels.landmarks import gather, pseudo_inverse, spread
+from subquad.kernels.landmarks.reference import convolved
+from subquad.kernels.landmarks.reference import pseudo_inverse as reference_inverse
 
-BLOCK = 64  # tokens that are convolved together
+ABSENT = -1e30  # the score of a landmark that does not exist
 
 
 class Nystrom(OutputAttention):
@@ -66,17 +72,62 @@ class Nystrom(OutputAttention):
     # ---- the fast path ----
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        kind, work, scale = q.dtype, torch.promote_types(q.dtype, torch.float32), self.options.softmax_scale
+        kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
         q, k, v = q.to(work), k.to(work), v.to(work)
+        if call.key_mask is not None or call.dropout:
+            return self._masked(q, k, v, call).to(kind)
+        size = -(-q.shape[2] // self.options.landmarks)
+        marks, keys, absent = self._whole_vectors(_means(q, size), _means(k, size))
+        scores = q @ (keys * self.options.softmax_scale).mT + absent  # (B, H, n, m)
+        return self._through(scores, k @ (marks * self.options.softmax_scale).mT, v, marks, keys, absent).to(kind)
+
+    def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False):
+        """q K̃ᵀ = X (Wᵀ K̃ᵀ): tokens are mapped to their scores, and never to queries and keys."""
+        o, n, same = self.options, query.shape[1], query is key and key is value
+        whole = key_mask is None and self.across is None and query.dtype in (torch.float32, torch.float64)
+        plain = not want_record and not self.is_random and not torch.is_autocast_enabled(query.device.type)
+        pays = n > o.landmarks and o.landmarks * query.shape[2] <= o.head_dim * (query.shape[2] + o.landmarks)
+        able = getattr(project, "affine", False) and hasattr(project, "matrix")
+        if not (whole and plain and same and pays and able) or project.layer.num_kv_heads != o.num_heads:
+            return super().attend_tokens(query, key, value, project, key_mask, seed, want_record=want_record)
+        check_lengths(self, n, n)
+        means = _means(query[:, None], -(-n // o.landmarks))[:, 0]  # (B, m, E): those of queries are queries of means
+        marks, keys, absent = self._whole_vectors(project.queries(means), project.keys(means))
+        (wq, bq), (wk, _), (wv, bv) = (project.matrix(which) for which in range(3))
+        to, from_ = keys * o.softmax_scale, marks * o.softmax_scale
+        left, right = ((x @ w.unflatten(0, (o.num_heads, -1))).flatten(1, 2) for x, w in ((to, wq), (from_, wk)))
+        bias = absent.expand(to.shape[:3]) if bq is None else (to @ bq.view(o.num_heads, -1, 1))[..., 0] + absent
+        parts = _scores(query, left, right, bias.flatten(1), wv, bv)  # bias (B, H, m)
+        scores, others, v = (x.unflatten(-1, (o.num_heads, -1)).transpose(1, 2) for x in parts)
+        return self._through(scores, others, v, marks, keys, absent).transpose(1, 2).flatten(2), Record()
+
+    def _through(self, scores: Tensor, others: Tensor, v: Tensor, marks: Tensor, keys: Tensor, absent: Tensor):
+        """scores (B, H, n, m) of queries and landmarks' keys, `others` of keys and landmarks' queries."""
+        inner = (marks * self.options.softmax_scale @ keys.mT + absent).softmax(-1)  # (B, H, m, m)
+        there = absent == 0
+        inner = inner * (there[:, None] & there)
+        read = pseudo_inverse(inner, self.options.iterations) @ gather(others, v)  # (B, H, m, d)
+        return spread(scores, read, v, None if self.filters is None else self.filters[:, 0])
+
+    def _whole_vectors(self, marks: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Landmarks (B, H, m, d) filled up to a multiple of 8, for kernels, and what is added to their scores, (m,)."""
+        count = marks.shape[2]
+        rest = -count % 8
+        absent = torch.zeros(count + rest, dtype=marks.dtype, device=marks.device)
+        absent[count:] = ABSENT
+        return F.pad(marks, (0, 0, 0, rest)), F.pad(keys, (0, 0, 0, rest)), absent
+
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """With padding or dropout."""
         marks, keys, exist = self._landmarks(q, k, call)  # (B, H, m, d) twice, bool (B, m) or None
-        marks = marks * scale
+        marks, scale = marks * self.options.softmax_scale, self.options.softmax_scale
         seen = None if call.key_mask is None else call.key_mask[:, None, None]  # (B, 1, 1, n)
         also = None if exist is None else exist[:, None, None]  # (B, 1, 1, m)
         inner = _softmax(marks @ keys.mT, also)  # (B, H, m, m)
         inner = inner if exist is None else inner * exist[:, None, :, None]
-        read = self._inverse(inner) @ (_softmax(marks @ k.mT, seen) @ v)  # (B, H, m, d)
+        read = pseudo_inverse(inner, self.options.iterations) @ (_softmax(marks @ k.mT, seen) @ v)  # (B, H, m, d)
         out = drop(_softmax(q @ (keys * scale).mT, also), call) @ read
-        return within_rows(self._with_convolution(out, v), call).to(kind)
+        return within_rows(convolved(out, v, None if self.filters is None else self.filters[:, 0]), call)
 
     def _landmarks(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         b, _, n, _ = q.shape
@@ -90,29 +141,6 @@ class Nystrom(OutputAttention):
         count = weights.sum(-1)  # (B, m)
         share = (weights / count.clamp(min=1)[..., None])[:, None]
         return share @ q, share @ k, count > 0
-
-    def _inverse(self, a: Tensor) -> Tensor:
-        """(B, H, m, m): rows and columns of 0 stay 0. In float64: rounding errors grow with every step."""
-        kind, a = a.dtype, a.double()
-        one, inf = a.sum(-2).amax(-1), a.sum(-1).amax(-1)  # the norms, (B, H)
-        z = a.mT / (one * inf).clamp(min=torch.finfo(a.dtype).tiny)[..., None, None]
-        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        for _ in range(self.options.iterations):
-            az = a @ z
-            z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
-        return z.to(kind)
-
-    def _with_convolution(self, out: Tensor, v: Tensor) -> Tensor:
-        """out + DConv(v): a block of BLOCK outputs is a product of a band matrix and the values around it."""
-        if self.filters is None:
-            return out
-        n, taps = v.shape[2], self.filters.shape[-1]
-        row, column = torch.arange(BLOCK, device=v.device)[:, None], torch.arange(BLOCK + taps - 1, device=v.device)
-        tap = column - row  # (BLOCK, BLOCK + taps - 1)
-        band = self.filters.to(v.dtype)[:, 0, tap.clamp(0, taps - 1)] * ((tap >= 0) & (tap < taps))  # (H, …)
-        around = F.pad(v, (0, 0, taps // 2, taps // 2 + -n % BLOCK)).unfold(2, BLOCK + taps - 1, BLOCK)
-        mixed = band[:, None] @ around.mT  # (B, H, N, BLOCK, d)
-        return out + mixed.flatten(2, 3)[:, :, :n]
 
     # ---- the definition ----
 
@@ -128,7 +156,7 @@ class Nystrom(OutputAttention):
                 continue
             marks, keys = (torch.stack([x[b, :, s].mean(1) for s in segments], 1) for x in (q, k))  # (H, m, d)
             places = real.nonzero()[:, 0]
-            z = self._inverse((marks @ keys.mT).softmax(-1))
+            z = reference_inverse((marks @ keys.mT).softmax(-1), self.options.iterations)
             weights = (q[b] @ keys.mT).softmax(-1) @ z @ (marks @ k[b, :, places].mT).softmax(-1)  # (H, n, real)
             outs.append(weights @ v[b, :, places])
         out = torch.stack(outs)
@@ -152,6 +180,14 @@ def _means(x: Tensor, size: int) -> Tensor:
     whole, rest = n // size, n % size
     means = x[:, :, : n - rest].unflatten(2, (whole, size)).mean(3)
     return torch.cat((means, x[:, :, n - rest :].mean(2, keepdim=True)), 2) if rest else means
+
+
+def _scores(x: Tensor, left: Tensor, right: Tensor, bias: Tensor, wv: Tensor, bv: Tensor | None) -> Sequence[Tensor]:
+    """Tokens (B, n, E) by left and right (B, H·m, E), with a bias (B, H·m) on the left, and by the value projection."""
+    if len(x) > 1:  # every sequence has landmarks of its own
+        return torch.baddbmm(bias[:, None], x, left.mT), x @ right.mT, affine(x, wv, bv)
+    biases = torch.cat((bias[0], torch.zeros_like(bias[0]), wv.new_zeros(len(wv)) if bv is None else bv))
+    return affine_parts(x, torch.cat((left[0], right[0], wv)), biases, (left.shape[1], right.shape[1], len(wv)))
 
 
 def _softmax(scores: Tensor, exists: Tensor | None) -> Tensor:

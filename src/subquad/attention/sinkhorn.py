@@ -154,23 +154,30 @@ class Sinkhorn(Attention):
         real = F.pad(mask, (0, -n % size)).unflatten(1, (-1, size))[:, None]  # (B, 1, N, s)
         keys, values = _cut_up(k, size), _cut_up(v, size)
         solid = call.key_mask is None and n % size == 0
-        return _Blocks(keys, values, real, self._sorting(keys, real.any(-1)), solid)
+        exist = None if call.key_mask is None else real.any(-1)
+        return _Blocks(keys, values, real, self._sorting(keys, exist), solid)
 
-    def _sorting(self, keys: Tensor, exist: Tensor) -> Tensor:
-        """R (B, H, N, N) from keys (B, H, N, s, d), 0 at padding, and the blocks that exist, bool (B, 1, N)."""
+    def _sorting(self, keys: Tensor, exist: Tensor | None) -> Tensor:
+        """R (B, H, N, N) from keys (B, H, N, s, d), 0 at padding, and the blocks that exist, bool (B, 1, N), or all."""
         total = keys.sum(3)  # (B, H, N, d)
         if self.options.causal:
             total = F.pad(total.cumsum(2)[:, :, :-1], (0, 0, 1, 0)) + keys[:, :, :, 0]
         hidden = (total @ self.weight1.to(total.dtype).mT).relu()
         count = keys.shape[2]
         logits = hidden @ self.weight2[:, :count].to(total.dtype).mT / self.options.temperature  # (B, H, N, N)
-        allowed = exist[..., None] & exist[..., None, :]
+        if exist is None and not self.options.causal:
+            for _ in range(self.options.iterations):
+                logits = logits.log_softmax(2).log_softmax(3)
+            return logits.exp()
+        some = torch.ones(1, 1, count, dtype=torch.bool, device=keys.device) if exist is None else exist
+        allowed = some[..., None] & some[..., None, :]
         if self.options.causal:
             allowed = allowed & torch.ones(count, count, dtype=torch.bool, device=keys.device).tril(-1)
-        logits = logits.masked_fill(~allowed, ABSENT)
+        never = ~allowed
+        logits = logits.masked_fill(never, ABSENT)
         for _ in range(self.options.iterations):
             logits = logits - logits.logcumsumexp(2) if self.options.causal else logits.log_softmax(2)
-            logits = logits.masked_fill(~allowed, ABSENT).log_softmax(3).masked_fill(~allowed, ABSENT)
+            logits = logits.masked_fill(never, ABSENT).log_softmax(3).masked_fill(never, ABSENT)
         return logits.exp()
 
     # ---- the definition ----
