@@ -93,7 +93,8 @@ class _Sorted(NamedTuple):
     def of(cls, layout: StaticLayout, q: Tensor, k: Tensor, v: Tensor, scale: float) -> _Sorted:
         order, n = layout.order, layout.n
         factor = scale * math.sqrt(q.shape[1] + 1 + -(q.shape[1] + 1) % ALIGNED)
-        hidden = (~layout.real[order])[:, None] * torch.full((), HIDDEN, dtype=k.dtype, device=k.device)  # (N, 1)
+        least = max(HIDDEN, torch.finfo(k.dtype).min)  # 0 times -inf, which float16 would make of HIDDEN, is NaN
+        hidden = k.new_zeros(len(order), 1).masked_fill_(~layout.real[order][:, None], least)
         x = torch.cat((q[order] * factor, torch.ones_like(hidden)), 1)
         y = torch.cat((k[order], hidden), 1)
         x, y, z = (F.pad(t, (0, -t.shape[1] % ALIGNED))[None, :, None] for t in (x, y, v[order]))
