@@ -19,6 +19,7 @@ from subquad.advice.points import ALONE, BASE, DECODED, MIDDLE, VARIED, Points, 
 from subquad.attention.registry import mechanism
 from subquad.bench import Setting, Step, make_inputs, make_step
 from subquad.core.options import split_spec
+from subquad.kernels.affine import affine_parts, apply_linear
 from subquad.layers import MultiheadAttention
 
 PATIENCE = {8192: 2.0, 32768: 0.8}  # seconds of a step beyond which a sequence up to so long is not measured
@@ -50,7 +51,8 @@ class Projections(nn.Module):
         self, x: Tensor, *_: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = False
     ) -> tuple[Tensor, None]:
         """Called like a layer; there is no padding here, and there are no weights."""
-        return self.outer(self.inner(x)[..., : x.shape[-1]]), None  # (B, n, E)
+        q, k, v = affine_parts(x, self.inner.weight, self.inner.bias, 3)  # (B, n, E) each, as a layer makes them
+        return apply_linear(self.outer, q + k + v), None
 
 
 def make(subject: Subject, shape: Shape, *, backward: bool) -> Step:
