@@ -51,7 +51,9 @@ class Projections(nn.Module):
         self, x: Tensor, *_: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = False
     ) -> tuple[Tensor, None]:
         """Called like a layer; there is no padding here, and there are no weights."""
-        q, k, v = affine_parts(x, self.inner.weight, self.inner.bias, 3)  # (B, n, E) each, as a layer makes them
+        q, k, v = affine_parts(
+            x, self.inner.weight, self.inner.bias, [x.shape[-1]] * 3
+        )  # (B, n, E) each, as a layer makes them
         return apply_linear(self.outer, q + k + v), None
 
 
