@@ -22,11 +22,11 @@ from subquad.__main__ import WAITING
 from subquad.attention.base import Attention
 from subquad.attention.registry import describe, mechanism
 from subquad.cli import COMMANDS, IMPORTS, app, study
-from subquad.cli.bench import parse_lengths
 from subquad.cli.bench_table import against, count, seconds
 from subquad.cli.terminal import coarse, draw
 from subquad.cli.train import show as show_training
 from subquad.core import declarations
+from subquad.core.numbers import parse_lengths
 from subquad.core.options import fields
 from subquad.core.source_options import keys, options_class
 from subquad.models import HEADS
@@ -232,6 +232,7 @@ def test_numbers_are_written_for_people():
         ("bench", "SPEC"),
         ("bench fixed --n 0", "a length must be ≥ 1, not 0"),
         ("bench fixed --n 8,x", "--n must be comma-separated integers ≥ 1, such as 1024,4096, not '8,x'"),
+        ("study gpu-time --n 8,x", "--n must be comma-separated integers ≥ 1, such as 1024,4096, not '8,x'"),
         ("bench fixed --repeats 0", "--repeats"),
         ("bench fixed --json nowhere/out.json", "nowhere/out.json: No such file or directory"),
         ("bench fixed --png nowhere/out.png", "nowhere/out.png: No such file or directory"),

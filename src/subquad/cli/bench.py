@@ -9,6 +9,7 @@ import typer
 from subquad.attention.registry import check_direction, check_name
 from subquad.cli import bench_options as options
 from subquad.core.files import check_picture, check_writable
+from subquad.core.numbers import parse_lengths
 
 if TYPE_CHECKING:
     from subquad.bench import Setting
@@ -140,19 +141,6 @@ def _flag(name: str) -> str:
 def _check_choice(flag: str, given: str, allowed: tuple[str, ...]) -> None:
     if given not in allowed:
         raise typer.BadParameter(f"{flag} must be one of {', '.join(allowed)}, not {given!r}")
-
-
-def parse_lengths(text: str, flag: str = "--n", example: str = "1024,4096") -> list[int]:
-    """`1024,4096` → [1024, 4096], ascending, each once."""
-    try:
-        lengths = sorted({int(piece) for piece in text.split(",")})
-    except ValueError:
-        raise typer.BadParameter(
-            f"{flag} must be comma-separated integers ≥ 1, such as {example}, not {text!r}"
-        ) from None
-    if lengths[0] < 1:
-        raise typer.BadParameter(f"{'a length' if flag == '--n' else flag} must be ≥ 1, not {lengths[0]}")
-    return lengths
 
 
 # ---- measurements ----

@@ -53,3 +53,14 @@ def settled(n: int, name: str, follows: str, advice: str) -> int:
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
     """The e of cost ≈ c·n^e: the slope of the least-squares line through (log n, log cost)."""
     return linear_regression([math.log(n) for n in sizes], [math.log(cost) for cost in costs]).slope
+
+
+def parse_lengths(text: str, flag: str = "--n", example: str = "1024,4096") -> list[int]:
+    """`1024,4096` → [1024, 4096], ascending, each once; `flag` is that of the command line, for the error."""
+    try:
+        lengths = sorted({int(piece) for piece in text.split(",")})
+    except ValueError:
+        raise ValueError(f"{flag} must be comma-separated integers ≥ 1, such as {example}, not {text!r}") from None
+    if lengths[0] < 1:
+        raise ValueError(f"{'a length' if flag == '--n' else flag} must be ≥ 1, not {lengths[0]}")
+    return lengths

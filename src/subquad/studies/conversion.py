@@ -23,6 +23,7 @@ from subquad import hf
 from subquad.core.console import err, out
 from subquad.core.files import write_atomically
 from subquad.core.memory import peak, reset_peak
+from subquad.core.numbers import parse_lengths
 from subquad.hf import texts
 from subquad.hf.caching import cache_bytes
 from subquad.hf.loading import load
@@ -74,7 +75,7 @@ def conversion(
     for name in text.split(","):
         path = Path(name.strip())
         ids[path.stem] = texts.window(texts.read(path), tokenizer, n, start)
-    lengths = [int(piece) for piece in speed.split(",") if piece.strip()]
+    lengths = parse_lengths(speed, "--speed", "2048,8192") if speed.strip() else []
     source = texts.read(Path(text.split(",")[0].strip()))
     for one, label in variants(found, specs, adapted or []):
         measure_losses(kept, one, label, ids)

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from subquad.core.console import err, out
+from subquad.core.numbers import parse_lengths
 from subquad.kernels import builds
 from subquad.kernels.builds import KINDS
 
@@ -87,7 +88,7 @@ def gpu_build(
     kinds = [_known(name, KINDS, "dtypes") for name in dtypes.split(",")]
     known = {} if json_ is None or not json_.exists() else {(r.target, r.source): r for r in read(json_)}
     rows: list[Build] = []
-    for job in jobs(kinds, [int(width) for width in widths.split(",")], wanted):
+    for job in jobs(kinds, parse_lengths(widths, "--widths", "64,128"), wanted):
         if kernels in job.kernel:
             place = (job.target, job.source)
             if place not in known:

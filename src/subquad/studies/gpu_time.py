@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from subquad.core.console import out
+from subquad.core.numbers import parse_lengths
 
 FLASH = 0.6  # of the peak: FlashAttention-2 reports 50 to 73 % on A100, assumed for all GPUs
 MERGE = 0.3  # of the peak: assumed, half of it, because rules are evaluated and runs of keys are short
@@ -45,8 +46,7 @@ def gpu_time(
 ) -> None:
     """Predict the forward time of causal attention on GPUs from a model. Nothing here is measured."""
     wanted = specs or ["combiner-fixed", "combiner-window:span=64,window=256", "longformer:window=512", "fixed"]
-    lengths = [int(word) for word in n.split(",")]
-    out().print(markdown(wanted, lengths, heads, head_dim), markup=False, soft_wrap=True)
+    out().print(markdown(wanted, parse_lengths(n), heads, head_dim), markup=False, soft_wrap=True)
 
 
 def markdown(specs: list[str], lengths: list[int], heads: int, width: int) -> str:
