@@ -446,6 +446,26 @@ def test_threads_wait_passively_unless_the_user_says_otherwise():
     assert python(code, GOMP_SPINCOUNT="0").stdout.split()[-1] == "None"
 
 
+SWALLOWING = """
+import os, signal, weakref
+from subquad.__main__ import interrupt
+signal.signal(signal.SIGINT, interrupt)
+code = "def callback(_): os.kill(os.getpid(), signal.SIGINT); sum(range(9))"
+exec(compile(code, "<frozen importlib._bootstrap>", "exec"))
+class Lock: pass
+lock = Lock()
+kept = weakref.ref(lock, callback)
+del lock
+print("it went on")
+"""
+
+
+def test_ctrl_c_is_not_swallowed_by_a_callback_of_the_import_system():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    found = subprocess.run([sys.executable, "-c", SWALLOWING], env=env, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("delay", [0.05, 0.2, 0.5])
 def test_ctrl_c_while_importing_ends_cleanly(delay):
     code = "import sys; from subquad.__main__ import main; print('begun', flush=True); main()"

@@ -1,7 +1,9 @@
 """The command `subquad`, also as `python -m subquad`."""
 
 import os
+import signal
 import sys
+from types import FrameType
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP threads wait for work
 
@@ -14,12 +16,21 @@ def main() -> None:
     """
     if not any(name in os.environ for name in WAITING):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         from subquad.cli import app
 
         app(prog_name="subquad")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C. Inside the import system, whose callbacks swallow exceptions, the program ends at once."""
+    if frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        os._exit(130)
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from subquad.studies import tables
 
 TIME, MEMORY = 0.25, 0.20  # errors that are allowed
 LEAST = 0.5  # seconds of the calls of one measurement
-SEED = 2026
+SEED = 2027
 COUNT = 10
 SIZES = ((256, 4), (256, 8), (384, 6), (512, 4), (512, 8), (768, 12), (1024, 16))  # width and heads
 BATCHES = (1, 2, 4)

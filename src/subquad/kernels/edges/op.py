@@ -180,7 +180,9 @@ def _check_per_edge(edges: EdgeList, batch: int, num_heads: int, name: str, x: T
     copies = edges.num_copies(batch, num_heads)
     if not x.is_floating_point():
         raise TypeError(f"{name} must be floating, got {x.dtype}")
-    if x.shape != (copies, edges.num_edges) or x.device != edges.indices.device:
+    fits = x.dim() == 2 and x.shape[0] == copies and x.device == edges.indices.device
+    counted = isinstance(edges.num_edges, int)  # a traced graph does not know the number
+    if not fits or (counted and x.shape[1] != edges.num_edges):
         wanted = f"({copies}, {edges.num_edges}) on {edges.indices.device}"
         raise ValueError(f"{name} must be (B·H // graphs, E) = {wanted}, got {tuple(x.shape)} on {x.device}")
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels import devices
 from subquad.kernels.landmarks import cpu_tiles as kernels
 from subquad.kernels.landmarks.reference import first_guess
 from subquad.kernels.vectors import BYTES
@@ -13,7 +14,7 @@ from subquad.kernels.vectors import BYTES
 
 def takes(scores: Tensor, v: Tensor) -> bool:
     """Are there vectors of this type and these widths?"""
-    fits = all(x.shape[-1] * x.element_size() % BYTES == 0 and x.device.type == "cpu" for x in (scores, v))
+    fits = all(x.shape[-1] * x.element_size() % BYTES == 0 and devices.is_host(x) for x in (scores, v))
     return fits and scores.dtype == v.dtype and v.dtype in (torch.float32, torch.float64)
 
 

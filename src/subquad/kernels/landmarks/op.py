@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels import devices
 from subquad.kernels.landmarks import cpu, reference
 from subquad.kernels.landmarks.cpu import takes
 
@@ -30,7 +31,7 @@ def spread(scores: Tensor, read: Tensor, v: Tensor, filters: Tensor | None) -> T
 
 def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
     """a (B, H, m, m) without negative entries → (B, H, m, m); rows and columns of 0 stay 0."""
-    if a.device.type != "cpu" or a.shape[-1] % 4:
+    if not devices.is_host(a) or a.shape[-1] % 4:
         return reference.pseudo_inverse(a, iterations)
     return inverse_op(a.double().flatten(0, 1), iterations)[:, -1].view_as(a).to(a.dtype)
 
