@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.kernels.clusters.products import absorb, add, softmax, take
 from subquad.kernels.clusters.static import StaticLayout
-from subquad.kernels.clusters.tiles import _absorb, _add, _softmax, _take
 
 ALIGNED = 8  # features come in multiples of this
 ROWS = 32  # the kernel keeps logsumexps of so many rows at a time
@@ -36,9 +36,9 @@ def attention(
     find: Any = _asked if last_query_only else _own
     out, lse = find(layout, flat, *tokens[0], scale)
     for tiles in layout.others() if keys[1:] else ():
-        k, v = (_take(x, tiles.keys) for x in tokens[1])  # (S, M, d)
-        p, here = _softmax(tiles, _take(flat, tiles.rows), k, scale)
-        _absorb(out, lse, tiles.rows, torch.bmm(p, v), here)
+        k, v = (take(x, tiles.keys) for x in tokens[1])  # (S, M, d)
+        p, here = softmax(tiles, take(flat, tiles.rows), k, scale)
+        absorb(out, lse, tiles.rows, torch.bmm(p, v), here)
     return out[:-1].view(g, n, d), lse[:-1].view(g, n)
 
 
@@ -58,14 +58,14 @@ def attention_backward(
     more = [torch.zeros_like(x) for pair in tokens[1:] for x in pair]
     delta = (upstream * found).sum(-1, keepdim=True)  # (N + 1, 1)
     for tiles in layout.others() if more else ():
-        k, v = (_take(x, tiles.keys) for x in tokens[1])  # (S, M, d)
-        a, g = _take(flat, tiles.rows), _take(upstream, tiles.rows)  # (S, R, d)
-        p, here = _softmax(tiles, a, k, scale)
-        p.mul_((here - _take(base[:, None], tiles.rows)).exp_())
-        ds = torch.bmm(g, v.mT).sub_(_take(delta, tiles.rows)).mul_(p).mul_(scale)
+        k, v = (take(x, tiles.keys) for x in tokens[1])  # (S, M, d)
+        a, g = take(flat, tiles.rows), take(upstream, tiles.rows)  # (S, R, d)
+        p, here = softmax(tiles, a, k, scale)
+        p.mul_((here - take(base[:, None], tiles.rows)).exp_())
+        ds = torch.bmm(g, v.mT).sub_(take(delta, tiles.rows)).mul_(p).mul_(scale)
         changes = (torch.bmm(ds, k), torch.bmm(ds.mT, a), torch.bmm(p.mT, g))
         for total, where, change in zip((dq, *more), (tiles.rows, tiles.keys, tiles.keys), changes, strict=True):
-            _add(total, where, change)
+            add(total, where, change)
     grads = [dq, dk, *more[:1], dv, *more[1:]]
     return [x[:-1].view(like.shape) for x, like in zip(grads, (q, *keys, *values), strict=True)]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels.clusters.layout import Layout, Tiles
-from subquad.kernels.clusters.tiles import _add, _flat, _softmax, _take
+from subquad.kernels.clusters.products import add, flattened, softmax, take
 
 
 def met_sums(
@@ -56,7 +56,7 @@ def _rough(tiles: Tiles, a: Tensor, b: Tensor, scales: Tensor | None) -> tuple[T
     """The factors that hide and scale the products of features, and the scaled products: (S, R, M) each."""
     factor = (~tiles.hidden).to(a.dtype)
     if scales is not None:
-        ends = _take(scales, tiles.keys)[:, None] - _take(scales, tiles.rows)[..., None]  # t_j - t_i
+        ends = take(scales, tiles.keys)[:, None] - take(scales, tiles.rows)[..., None]  # t_j - t_i
         factor = factor * ends.clamp_(max=0).exp_()
     return factor, torch.bmm(a, b.mT).mul_(factor)
 
@@ -79,12 +79,12 @@ def meet(
     """The sums of the module docstring, everything (G, n, …): exact, lse, over."""
     (g, n, e), nobody = v.shape, v.shape[0] * v.shape[1]
     exact, over, lse = v.new_zeros(nobody + 1, e), v.new_zeros(nobody + 1, e), v.new_full((nobody + 1,), -torch.inf)
-    x, y, z, f, h = (_flat(t) for t in (q, k, v, a, b))
+    x, y, z, f, h = (flattened(t) for t in (q, k, v, a, b))
     t = None if scales is None else scales.flatten()
     for tiles in _tiles(asks, answers, real, clusters, causal):
-        values = _take(z, tiles.keys)  # (S, M, e)
-        p, here = _softmax(tiles, _take(x, tiles.rows), _take(y, tiles.keys), scale)
-        rough = _rough(tiles, _take(f, tiles.rows), _take(h, tiles.keys), t)[1]
+        values = take(z, tiles.keys)  # (S, M, e)
+        p, here = softmax(tiles, take(x, tiles.rows), take(y, tiles.keys), scale)
+        rough = _rough(tiles, take(f, tiles.rows), take(h, tiles.keys), t)[1]
         rows = tiles.rows.flatten()
         lse.index_copy_(0, rows, here.flatten())
         p.masked_fill_(here == -torch.inf, 0)
@@ -114,7 +114,7 @@ def meet_backward(
     scale: float,
 ) -> list[Tensor]:
     """Gradients of q, k, v, a and b: ds = p·(grad·v - grad·exact + grad of lse)."""
-    x, y, z, f, h, up = (_flat(t) for t in (q, k, v, a, b, d_exact))
+    x, y, z, f, h, up = (flattened(t) for t in (q, k, v, a, b, d_exact))
     empty = lse == -torch.inf
     shift = ((d_exact * exact).sum(-1) - d_lse).masked_fill(empty, 0).flatten()[:, None]  # (G·n, 1)
     whole = F.pad(lse.masked_fill(empty, torch.inf).flatten(), (0, 1), value=torch.inf)[:, None]  # nobody asks nothing
@@ -123,18 +123,18 @@ def meet_backward(
     found = [u.new_zeros(u.shape[0] * u.shape[1] + 1, u.shape[2]) for u in (q, k, v, a, b)]
     for tiles in _tiles(asks, answers, real, clusters, causal):
         rows, keys = tiles.rows, tiles.keys
-        ask, answer, values = _take(x, rows), _take(y, keys), _take(z, keys)
-        p, here = _softmax(tiles, ask, answer, scale)
-        p.mul_((here - _take(whole, rows)).exp_())
-        g, r = _take(up, rows), _take(rise, rows)  # (S, R, e)
-        ds = torch.bmm(g, values.mT).sub_(_take(shift, rows)).mul_(p).mul_(scale)
-        feature, other = _take(f, rows), _take(h, keys)
+        ask, answer, values = take(x, rows), take(y, keys), take(z, keys)
+        p, here = softmax(tiles, ask, answer, scale)
+        p.mul_((here - take(whole, rows)).exp_())
+        g, r = take(up, rows), take(rise, rows)  # (S, R, e)
+        ds = torch.bmm(g, values.mT).sub_(take(shift, rows)).mul_(p).mul_(scale)
+        feature, other = take(f, rows), take(h, keys)
         factor, rough = _rough(tiles, feature, other, t)
         dw = torch.bmm(r, values.mT).mul_(factor)
         changes = [torch.bmm(ds, answer), torch.bmm(ds.mT, ask), torch.bmm(p.mT, g) + torch.bmm(rough.mT, r)]
         changes += [torch.bmm(dw, other), torch.bmm(dw.mT, feature)]
         for total, places, change in zip(found, (rows, keys, keys, rows, keys), changes, strict=True):
-            _add(total, places, change)
+            add(total, places, change)
     return [total[:-1].view(u.shape) for total, u in zip(found, (q, k, v, a, b), strict=True)]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from subquad.core.hashing import dropout_seed, ranks, streams
 from subquad.kernels import devices
 from subquad.kernels.clusters.layout import Layout, Tiles
+from subquad.kernels.clusters.products import absorb, add, flattened, softmax, take
 from subquad.kernels.clusters.static import StaticLayout
 from subquad.kernels.dropout import dropout_blocks
 
@@ -38,12 +39,12 @@ def attention(
     """out (G, n, d) and its logsumexp (G, n), -inf where a query sees nothing."""
     g, n, d = q.shape
     layouts, dropped = rounds(order, cluster, real, clusters, causal, chunk, avoid_self), _dropout(seed, dropout, real)
-    flat, tokens = _flat(q), [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
+    flat, tokens = flattened(q), [[flattened(x) for x in pair] for pair in zip(keys, values, strict=True)]
     out, lse = q.new_zeros(g * n + 1, d), q.new_full((g * n + 1,), -torch.inf)  # the last one is nobody's
     for tiles, source in (pair for layout in layouts for pair in layout.tiles(last_query_only, bool(keys[1:]))):
-        k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
-        p, here = _softmax(tiles, _take(flat, tiles.rows), k, scale)
-        _absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
+        k, v = (take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
+        p, here = softmax(tiles, take(flat, tiles.rows), k, scale)
+        absorb(out, lse, tiles.rows, torch.bmm(dropped(p, tiles, source), v), here)
     out, lse = out[:-1].view(g, n, d), lse[:-1].view(g, n)
     return with_itself(out, lse, q, values[0], real) if avoid_self else out, lse
 
@@ -74,19 +75,19 @@ def attention_backward(
     lse = torch.cat((lse.masked_fill(alone, torch.inf).flatten(), lse.new_full((1,), torch.inf)))[:, None]
     found = [x.new_zeros(x.shape[0] * x.shape[1] + 1, x.shape[2]) for x in (q, *keys, *values)]
     dq, *dkv = found
-    flat, upstream = _flat(q), _flat(grad)
-    tokens = [[_flat(x) for x in pair] for pair in zip(keys, values, strict=True)]
+    flat, upstream = flattened(q), flattened(grad)
+    tokens = [[flattened(x) for x in pair] for pair in zip(keys, values, strict=True)]
     for tiles, source in (pair for layout in layouts for pair in layout.tiles(last_query_only, bool(keys[1:]))):
-        k, v = (_take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
-        a, g = _take(flat, tiles.rows), _take(upstream, tiles.rows)  # (S, R, d)
-        p, here = _softmax(tiles, a, k, scale)
-        p.mul_((here - _take(lse, tiles.rows)).exp_())
+        k, v = (take(x, tiles.keys) for x in tokens[source])  # (S, M, d)
+        a, g = take(flat, tiles.rows), take(upstream, tiles.rows)  # (S, R, d)
+        p, here = softmax(tiles, a, k, scale)
+        p.mul_((here - take(lse, tiles.rows)).exp_())
         dp = dropped(torch.bmm(g, v.mT), tiles, source)  # (S, R, M)
-        ds = dp.sub_(_take(delta, tiles.rows)).mul_(p).mul_(scale)
+        ds = dp.sub_(take(delta, tiles.rows)).mul_(p).mul_(scale)
         p = dropped(p, tiles, source)
-        _add(dq, tiles.rows, torch.bmm(ds, k))
-        _add(dkv[source], tiles.keys, torch.bmm(ds.mT, a))
-        _add(dkv[len(keys) + source], tiles.keys, torch.bmm(p.mT, g))
+        add(dq, tiles.rows, torch.bmm(ds, k))
+        add(dkv[source], tiles.keys, torch.bmm(ds.mT, a))
+        add(dkv[len(keys) + source], tiles.keys, torch.bmm(p.mT, g))
     if avoid_self:  # who met nobody has its own value
         dkv[len(keys)][:-1] += (grad * (alone & real)[..., None]).flatten(0, 1)
     return [x[:-1].view(like.shape) for x, like in zip(found, (q, *keys, *values), strict=True)]
@@ -103,54 +104,6 @@ def rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any) -> Iterato
     kind = Layout if devices.is_host(order) else StaticLayout
     for own in zip(order.view(-1, real.numel()), cluster.view(-1, *real.shape), strict=True):
         yield kind(*own, real, *about)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """(G, n, d) → (G·n, d), with a row of 0 behind it for nobody where the last token would not do.
-
-    What nobody has is multiplied by 0: any finite number does, and saves a copy. A GPU is not asked, only to be waited
-    for.
-    """
-    flat = x.flatten(0, 1)
-    finite = devices.is_host(flat) and bool(flat[-1].isfinite().all())
-    return flat if finite else torch.cat((flat, flat.new_zeros(1, x.shape[2])))
-
-
-def _take(x: Tensor, where: Tensor) -> Tensor:
-    """x (N or N + 1, …) at `where` (S, R): (S, R, …)."""
-    return x.index_select(0, where.flatten().clamp(max=len(x) - 1)).unflatten(0, where.shape)
-
-
-def _add(total: Tensor, where: Tensor, change: Tensor) -> None:
-    """total (N + 1, d) += change (S, R, d)."""
-    total.index_add_(0, where.flatten(), change.flatten(0, 1))
-
-
-def _softmax(tiles: Tiles, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax over the keys of the tile (S, R, M) and its logsumexp (S, R, 1), -inf where none is seen.
-
-    The largest weight is 1 / Σ exp(s - top), hence the logsumexp. A row that sees nothing has weights that count for
-    nothing: they are merged with the logsumexp.
-    """
-    hidden = tiles.hidden.to(q.dtype).mul_(torch.finfo(q.dtype).min).mul_(2)  # 0 or -inf, faster than masked_fill_
-    s = torch.baddbmm(hidden, q, k.mT, alpha=scale)
-    if tiles.selves is not None:
-        s.scatter_(-1, tiles.selves[..., None], -torch.inf)
-    top = s.amax(-1, keepdim=True)
-    empty = top == -torch.inf
-    s[..., :1].masked_fill_(empty, 0)
-    p = s.softmax(-1)
-    return p, (top - p.amax(-1, keepdim=True).log_()).masked_fill_(empty, -torch.inf)
-
-
-def _absorb(out: Tensor, lse: Tensor, rows: Tensor, new: Tensor, here: Tensor) -> None:
-    """Merge what some rows found in a tile, new (S, R, d) with logsumexp here (S, R, 1), into out and lse."""
-    before = _take(lse, rows)[..., None]
-    after = torch.logaddexp(before, here)
-    base = after.masked_fill(after == -torch.inf, 0)
-    merged = new.mul_((here - base).exp_()).addcmul_(_take(out, rows), (before - base).exp_())
-    out.index_copy_(0, rows.flatten(), merged.flatten(0, 1))
-    lse.index_copy_(0, rows.flatten(), after.flatten())
 
 
 def _dropout(seed: Tensor | None, dropout: float, real: Tensor) -> Callable[[Tensor, Tiles, int], Tensor]:

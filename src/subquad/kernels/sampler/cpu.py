@@ -21,6 +21,7 @@ from subquad.kernels.masks import blocks, product, scratch
 from subquad.kernels.parallel import run
 from subquad.kernels.sampler import rows as loops
 from subquad.kernels.sampler import rules as limits
+from subquad.kernels.sampler import tables
 from subquad.kernels.sampler.rules import Rules, refuse
 
 TABLE = 2**21  # entries of the search tables that are held at a time
@@ -95,7 +96,7 @@ class _Plan:
     @classmethod
     def of(cls, w: np.ndarray, z: np.ndarray, keys: _Keys, rules: Rules, seed: int) -> _Plan:
         rate, bound = (np.empty(w.shape[:2]) for _ in range(2))  # Σ_j p_ij, and what no p_ij is above
-        run(loops.rates, w, z, rules.causal, rate, bound)
+        run(tables.rates, w, z, rules.causal, rate, bound)
         if not np.isfinite(rate).all():
             raise refuse("k" if np.isfinite(w).all() else "q")
         visible = np.repeat(keys.visible, keys.heads, 0)  # (B·H, n)
@@ -110,7 +111,7 @@ class _Plan:
         expected = np.minimum(np.where(dense | jumped, 1.0, boost) * rate + extra, visible)
         streams = np.empty(rate.shape, np.uint64)
         period = keys.heads if rules.alike else len(w)
-        run(loops.streams, np.uint64(seed % 2**64), keys.ids, keys.heads, period, streams)
+        run(tables.streams, np.uint64(seed % 2**64), keys.ids, keys.heads, period, streams)
         return cls(boost, chance, expected, dense, jumped, streams, np.zeros(len(w), np.int64))
 
     def masked(self, keys: _Keys, rules: Rules) -> np.ndarray:
@@ -142,7 +143,7 @@ class _Near(NamedTuple):
         centres, terms = (w.mean(1), z.mean(1)), []  # (B·H, k): w̄, z̄
         for x, (own, other) in ((w, centres), (z, centres[::-1])):
             along, distance = (np.empty(x.shape[:2], x.numpy().dtype) for _ in range(2))
-            run(loops.apart, x.numpy(), own.numpy(), other.numpy(), along, distance)
+            run(tables.apart, x.numpy(), own.numpy(), other.numpy(), along, distance)
             terms += [along, distance]
         terms[2] -= (centres[0] * centres[1]).sum(1, keepdim=True).numpy()
         return cls(*terms)
@@ -183,9 +184,9 @@ def _drawn_rows(w, z, keys: _Keys, plan: _Plan, near: _Near, rules: Rules, maske
         group = slice(t, t + step)
         dense, jumped, left = plan.dense[group], plan.jumped[group], plan.dense[group] & masked[group]
         if not left.all():
-            tables = loops.tables(z[group], needed=not (dense | jumped).all())
+            search = tables.tables(z[group], needed=not (dense | jumped).all())
             bounds, rates = tuple(x[group] for x in near), (plan.boost[group], plan.chance[group])
-            chosen = (w[group], z[group], *tables, rates, (dense, jumped, left), plan.streams[group], bounds)
+            chosen = (w[group], z[group], *search, rates, (dense, jumped, left), plan.streams[group], bounds)
             places = (keys.real, keys.rank, keys.listed, keys.visible)
             thin = rules.sampler == "exact"
             where = (t, keys.heads, rules.causal, rules.exploration, rules.reach, thin)
