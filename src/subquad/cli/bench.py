@@ -74,38 +74,24 @@ def bench(
     kind = refuse_what_does_not_go_together(context)
     check_writable(json)
     check_picture(png, "--png")
-    if not specs and kind != "peers":
-        raise typer.BadParameter("SPEC is missing: name one mechanism or more, or pass --peers")
-    for spec in specs or () if kind != "peers" else ():
-        check_name(spec)
-        check_direction(spec, causal or kind == "decode")
+    _check_specs(specs, kind, causal)
     _check_choice("--dtype", dtype, DTYPES)
     _check_choice("--device", device, DEVICES)
-    if dropout is not None and not 0 <= dropout < 1:
-        raise typer.BadParameter(f"--dropout must be a probability ≥ 0 and < 1, not {dropout}")
-    if dropout is not None and not backward:
-        raise typer.BadParameter("--dropout acts in training only: add --backward")
-    if ragged and batch == 1:
-        raise typer.BadParameter("--ragged needs rows of different lengths: --batch must be at least 2, not 1")
-    lengths = None if n is None else parse_lengths(n)
-    about = {"batch": batch or (8 if ragged else 1), "heads": heads, "head_dim": head_dim}
+    _check_rows(backward, batch, ragged, dropout)
+    names, lengths = specs or [], None if n is None else parse_lengths(n)
+    about: dict[str, Any] = {"batch": batch or (8 if ragged else 1), "heads": heads, "head_dim": head_dim}
     if kind == "peers":
-        _peers(specs or [], lengths, {**about, "backward": backward}, repeats, json, crossover)
+        _peers(names, lengths, {**about, "backward": backward}, repeats, json, crossover)
         return
     lengths = lengths or [1024, 4096, 8192]
     if kind == "processes":
-        shares = parse_lengths(processes or "", "--processes", "1,2,4")
-        if shares[-1] > lengths[0]:
-            raise typer.BadParameter(f"{shares[-1]} processes cannot share {lengths[0]} tokens")
-        _processes(specs or [], lengths, shares, causal, about, repeats, count_only)
+        _processes(names, lengths, _check_shares(processes, lengths), causal, about, repeats, count_only)
     elif kind == "decode":
-        _decode(specs or [], lengths, {**about, "causal": True}, repeats, chunk, json)
+        _decode(names, lengths, {**about, "causal": True}, repeats, chunk, json)
     else:
-        chosen = {"causal": causal, "backward": backward, "device": device, "dtype": dtype, "ragged": ragged}
-        chosen |= {"dropout": dropout or 0.0}
-        if model:
-            chosen |= {"backward": True, "level": "model"}
-        _ordinary(specs or [], lengths, {**about, **chosen}, repeats, json, png)
+        about |= {"causal": causal, "device": device, "dtype": dtype, "ragged": ragged, "dropout": dropout or 0.0}
+        about |= {"backward": True, "level": "model"} if model else {"backward": backward}
+        _ordinary(names, lengths, about, repeats, json, png)
 
 
 # ---- checks ----
@@ -126,6 +112,34 @@ def refuse_what_does_not_go_together(context: typer.Context) -> str | None:
         if kind is not None and name != kind and name not in TAKES[kind]:
             raise typer.BadParameter(f"{_flag(kind)} does not go with {_flag(name)}: leave one of them out")
     return kind
+
+
+def _check_specs(specs: list[str] | None, kind: str | None, causal: bool) -> None:
+    """With --peers the names are those of peers, and none is needed."""
+    if kind == "peers":
+        return
+    if not specs:
+        raise typer.BadParameter("SPEC is missing: name one mechanism or more, or pass --peers")
+    for spec in specs:
+        check_name(spec)
+        check_direction(spec, causal or kind == "decode")
+
+
+def _check_rows(backward: bool, batch: int | None, ragged: bool, dropout: float | None) -> None:
+    if dropout is not None and not 0 <= dropout < 1:
+        raise typer.BadParameter(f"--dropout must be a probability ≥ 0 and < 1, not {dropout}")
+    if dropout is not None and not backward:
+        raise typer.BadParameter("--dropout acts in training only: add --backward")
+    if ragged and batch == 1:
+        raise typer.BadParameter("--ragged needs rows of different lengths: --batch must be at least 2, not 1")
+
+
+def _check_shares(processes: str | None, lengths: list[int]) -> list[int]:
+    """How many processes share a sequence, ascending."""
+    shares = parse_lengths(processes or "", "--processes", "1,2,4")
+    if shares[-1] > lengths[0]:
+        raise typer.BadParameter(f"{shares[-1]} processes cannot share {lengths[0]} tokens")
+    return shares
 
 
 def _was_given(context: typer.Context, name: str) -> bool:
