@@ -268,3 +268,18 @@ def test_empty_batches_and_wrong_seeds_are_refused(spec):
         with pytest.raises(TypeError, match="seed must be an integer"):
             a(x, x, x, seed=wrong)
     torch.testing.assert_close(a(x, x, x, seed=3), a(x, x, x, seed=torch.tensor(3)))
+
+
+def test_float_masks_are_part_of_a_compiled_graph():
+    """Their values are checked inside the graph, which is made for all of them."""
+    layer = subquad.MultiheadAttention(16, 2, attention="full", causal=True, batch_first=True).eval()
+    x, padding = torch.randn(2, 6, 16), torch.zeros(2, 6)
+    padding[1, 4:] = -torch.inf
+    causal = torch.zeros(6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    about = {"key_padding_mask": padding, "attn_mask": causal, "need_weights": False}
+    compiled = torch.compile(lambda: layer(x, x, x, **about)[0], fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(), layer(x, x, x, **about)[0])
+    padding[0, 0] = 1.0
+    with pytest.raises(RuntimeError, match="0 and -inf only"):
+        compiled()
+    torch.compiler.reset()

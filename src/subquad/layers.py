@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from subquad.attention.base import draw_seed
 from subquad.attention.registry import attention as make_attention
 from subquad.attention.states import State
-from subquad.kernels import devices
 from subquad.kernels.affine import affine, affine_parts, apply_linear
+from subquad.kernels.values import readable, require
 from subquad.packing import Packing, attend_packed, packing_of
 
 QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
@@ -305,11 +305,11 @@ class MultiheadAttention(nn.Module):
         device checks it; full attention takes the mask as it is.
         """
         same = (seen == torch.ones_like(seen).tril()).all()
-        if devices.is_host(seen):
+        if readable(same):
             return bool(same)
         if self.attention.name == "full":
             return False
-        torch._assert_async(same, f"attn_mask: {self.attention.name} takes the causal mask of a causal layer alone")
+        require(same, f"attn_mask: {self.attention.name} takes the causal mask of a causal layer alone")
         return True
 
     def extra_repr(self) -> str:
@@ -320,8 +320,4 @@ class MultiheadAttention(nn.Module):
 def _check_values(mask: Tensor, name: str) -> None:
     """A float mask is one of 0 and -inf; on a GPU the device checks it, and the host does not wait."""
     message = f"{name}: a float mask may hold 0 and -inf only; other biases are not supported"
-    fits = ((mask == 0) | (mask == -torch.inf)).all()
-    if not devices.is_host(mask):
-        torch._assert_async(fits, message)
-    elif not bool(fits):
-        raise ValueError(message)
+    require(((mask == 0) | (mask == -torch.inf)).all(), message)

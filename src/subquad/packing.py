@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.base import Attention, Record
-from subquad.kernels import devices
+from subquad.kernels.values import readable
 
 SPARE = 32  # slots that may be filled up in a call before another call is cheaper
 SHARE = 24  # and 1 / SHARE of the tokens of the call
@@ -114,8 +114,8 @@ def packing_of(
             raise ValueError("cu_seqlens: how many sequences there are is not known while a model is traced")
         if key_mask is None:
             return None
-        blind = tracing or (not pad_left and not devices.is_host(key_mask))  # a GPU is not waited for
-        if not blind and not has_gaps(key_mask):
+        looks = readable(key_mask) or (pad_left and not tracing)
+        if looks and not has_gaps(key_mask):
             return None
         return _closed(key_mask, pad_left=pad_left)
     real = torch.ones_like(begins) if key_mask is None else key_mask

@@ -31,9 +31,8 @@ from subquad.attention.full import drop
 from subquad.attention.outputs import OutputAttention, within_rows
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
-from subquad.kernels import devices
 from subquad.kernels.affine import affine, affine_parts
-from subquad.kernels.landmarks import gather, pseudo_inverse, spread
+from subquad.kernels.landmarks import gather, maps_tokens, pseudo_inverse, spread
 from subquad.kernels.landmarks.reference import convolved
 from subquad.kernels.landmarks.reference import pseudo_inverse as reference_inverse
 
@@ -87,10 +86,12 @@ class Nystrom(OutputAttention):
         o, n, same = self.options, query.shape[1], query is key and key is value
         whole = key_mask is None and self.across is None and query.dtype in (torch.float32, torch.float64)
         plain = not want_record and not self.is_random
-        here = devices.is_host(query) and not torch.is_autocast_enabled("cpu")
         pays = n > o.landmarks and o.landmarks * query.shape[2] <= o.head_dim * (query.shape[2] + o.landmarks)
         able = getattr(project, "affine", False) and hasattr(project, "matrix")
-        if not (whole and plain and here and same and pays and able) or project.layer.num_kv_heads != o.num_heads:
+        if (
+            not (whole and plain and maps_tokens(query) and same and pays and able)
+            or project.layer.num_kv_heads != o.num_heads
+        ):
             return super().attend_tokens(query, key, value, project, key_mask, seed, want_record=want_record)
         check_lengths(self, n, n)
         means = _means(query[:, None], -(-n // o.landmarks))[:, 0]  # (B, m, E): those of queries are queries of means

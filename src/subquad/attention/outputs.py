@@ -10,6 +10,7 @@ from torch import Tensor
 from subquad.attention.base import Attention, Call, Capabilities
 from subquad.attention.checks import check_inputs
 from subquad.attention.rows import Rows, clean, repeat_heads
+from subquad.kernels.values import cut_rows
 
 
 class OutputAttention(Attention):
@@ -48,10 +49,7 @@ class OutputAttention(Attention):
 
 def within_rows(out: Tensor, call: Call) -> Tensor:
     """0 behind the end of a row, (B, H, n, d)."""
-    if call.lengths is None:
-        return out
-    inside = torch.arange(out.shape[2], device=out.device) < call.lengths[:, None]  # (B, n)
-    return out.masked_fill(~inside[:, None, :, None], 0)
+    return cut_rows(out, call.lengths)
 
 
 def as_queries_are(out: Tensor, q: Tensor) -> Tensor:

@@ -19,19 +19,16 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Call
 from subquad.attention.full import MapOptions, drop, masked_map
-from subquad.attention.outputs import within_rows
 from subquad.attention.sized import SizedAttention
 from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.named import NamedKeys
 from subquad.attention.states.state import Memory
-from subquad.core.hashing import seed_from
 from subquad.core.numbers import settled
 from subquad.core.options import option
-from subquad.kernels import devices
-from subquad.kernels.edges import edge_attention, edge_mapped_attention
 from subquad.kernels.merge import merge_attention
-from subquad.kernels.tables import UNION, is_nested, pattern_buckets, pattern_edges, pattern_mask
+from subquad.kernels.pattern_lists import pattern_attention, pattern_mapped_attention
+from subquad.kernels.tables import UNION, pattern_mask
 from subquad.supports.kept import EVERYTHING
 from subquad.supports.pattern import Pattern
 from subquad.supports.shards import Tail
@@ -98,13 +95,13 @@ class PatternAttention(SizedAttention):
         text = self._text(call.slots)
         if self.options.map == "softmax" and self._has_parts:
             return self._by_blocks(text, q, k, v, call)
+        if self.options.map != "softmax" and torch.compiler.is_compiling():
+            return self._mapped_densely(text, q, k, v, call)
+        sets, scale = (text, self._families(), call.lengths), self.options.softmax_scale
+        about: dict[str, Any] = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed, "scale": scale}
         if self.options.map == "softmax":
-            together = self._takes_rows_together(text, q, call)
-            edges = self._edges(text, q, None if together else call.lengths)
-            about: dict[str, Any] = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed}
-            out = edge_attention(q, k, v, edges, scale=self.options.softmax_scale, **about)
-            return within_rows(out, call) if together else out
-        return self._mapped(text, q, k, v, call)
+            return pattern_attention(q, k, v, *sets, **about)
+        return pattern_mapped_attention(q, k, v, *sets, self.map_of_heads, **about)
 
     def _by_blocks(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Softmax over regular sets: blocks, a group of heads at a time."""
@@ -171,47 +168,12 @@ class PatternAttention(SizedAttention):
             numbers if len(groups) == 1 else [f for (heads, _), f in zip(groups, numbers, strict=True) for _ in heads]
         )
 
-    def _edges(self, text: str, q: Tensor, lengths: Tensor | None):
-        return pattern_edges(q, text, self._families(), q.shape[2], q.shape[1], lengths)
-
-    def _takes_rows_together(self, text: str, q: Tensor, call: Call) -> bool:
-        """On a GPU rows of their own length have one edge list, where they can: their lengths are not read."""
-        return call.lengths is not None and not devices.is_host(q) and is_nested(text)
-
-    def _mapped(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Any probability map: over the edges of each run of rows of equal length, or in a compiled graph dense."""
-        if torch.compiler.is_compiling():
-            seen = pattern_mask(q, text, self._families(), q.shape[2], call.lengths)  # (B, 1 or H, n, n)
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-            weights = masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
-            return drop(weights, call).to(v.dtype) @ v
-        scale, n = self.options.softmax_scale, q.shape[2]
-        if not devices.is_host(q) and (call.lengths is None or self._takes_rows_together(text, q, call)):
-            return self._mapped_together(text, q, k, v, call)
-        sizes = [n] * len(q) if call.lengths is None else call.lengths.tolist()
-        out, first = torch.zeros_like(q), 0
-        for b in range(1, len(q) + 1):
-            if b < len(q) and sizes[b] == sizes[first]:
-                continue
-            rows, size = slice(first, b), sizes[first]
-            first = b
-            if size:
-                x, y, z = (t[rows, :, :size] for t in (q, k, v))
-                seed = seed_from(call.seed, rows.start * q.shape[1]) if call.dropout and call.seed is not None else None
-                about: dict[str, Any] = {"dropout": call.dropout, "seed": seed}
-                mask = None if call.key_mask is None else call.key_mask[rows, :size]
-                edges = self._edges(text, x, None)
-                found = edge_mapped_attention(x, y, z, edges, self.map_of_heads, scale=scale, key_mask=mask, **about)
-                out = out.index_put((torch.arange(rows.start, rows.stop)[:, None, None], *_slots(x)), found)
-        return out
-
-    def _mapped_together(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Over one edge list, whose rows the host has sorted by their numbers of keys."""
-        edges, buckets = self._edges(text, q, None), pattern_buckets(q, text, self._families(), q.shape[2])
-        about: dict[str, Any] = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed}
-        about["buckets"] = buckets
-        out = edge_mapped_attention(q, k, v, edges, self.map_of_heads, scale=self.options.softmax_scale, **about)
-        return within_rows(out, call)
+    def _mapped_densely(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Any probability map, in a compiled graph: on the whole matrix of scores."""
+        seen = pattern_mask(q, text, self._families(), q.shape[2], call.lengths)  # (B, 1 or H, n, n)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        weights = masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
+        return drop(weights, call).to(v.dtype) @ v
 
     def map_of_heads(self, scores: Tensor, allowed: Tensor) -> Tensor:
         """ρ of every head: scores and mask (B, H, …, keys)."""
@@ -274,7 +236,3 @@ def _heads(x: Tensor, heads: range, total: int) -> Tensor:
     if heads.start % group or heads.stop % group:
         return x.repeat_interleave(group, 1)[:, heads.start : heads.stop]
     return x[:, heads.start // group : heads.stop // group]
-
-
-def _slots(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.arange(x.shape[1], device=x.device)[:, None], torch.arange(x.shape[2], device=x.device)

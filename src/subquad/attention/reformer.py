@@ -30,7 +30,6 @@ from subquad.core.hashing import chances, streams
 from subquad.core.numbers import settled
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
-from subquad.kernels import devices
 from subquad.kernels.clusters import cluster_attention
 
 PADDED = 64  # padded tokens of a bucket of their own
@@ -116,7 +115,7 @@ class Reformer(Attention):
         order = (sequence * buckets + cluster).flatten(1).argsort(dim=1, stable=True)  # (rounds, B·H·n)
         return cluster_attention(
             x, [y], [z], (order, cluster, real), buckets, causal=o.causal, scale=o.softmax_scale, avoid_self=True,
-            chunk=0 if chunk >= n and devices.is_host(q) else chunk, dropout=call.dropout, seed=call.seed,
+            chunk=chunk, dropout=call.dropout, seed=call.seed,
         )  # fmt: skip
 
     def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.kernels import devices
+from subquad.kernels.values import readable
 
 
 class Rows(NamedTuple):
@@ -29,8 +29,7 @@ class Rows(NamedTuple):
         start = torch.where(key_mask, place, n).amin(1).minimum(end)
         if not align:
             return cls(key_mask, end, None, None)
-        # a graph is made for all masks, and a GPU would have to be waited for
-        looks = devices.is_host(key_mask) and not torch.compiler.is_compiling()
+        looks = readable(key_mask)
         solid = looks and bool((key_mask.sum(1) == end - start).all())
         if looks and not bool(start.any()):
             return cls(key_mask, end, None, None, solid)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from subquad.distributed.groups import Group
+from subquad.kernels import devices
 from subquad.supports.shards import Cut, Range, divide
 
 _current: ContextVar[Layout | None] = ContextVar("layout", default=None)
@@ -155,4 +156,4 @@ def _device(group: Group, device: torch.device) -> torch.device:
 
     if dist.is_initialized() and dist.get_backend(group.group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "meta" else device
+    return devices.with_contents(device)

@@ -81,6 +81,11 @@ def is_host(x: torch.Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def with_contents(device: torch.device) -> torch.device:
+    """The device itself, or the CPU for "meta", whose tensors have no contents to send or to keep."""
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 @cache
 def has_triton() -> bool:
     return find_spec("triton") is not None and find_spec("triton.language") is not None

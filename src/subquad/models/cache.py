@@ -242,5 +242,5 @@ def split(cache: Any) -> tuple[Any, EncoderDecoderCache | None]:
 
 def computed_in(x: Tensor) -> torch.dtype:
     """The dtype of a projection of x: autocast has its own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    autocast = torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from subquad.attention.base import Attention
-from subquad.kernels import devices
+from subquad.kernels.values import readable
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_positions
 from subquad.models.cache import SubquadCache, begun_anew, lengths_of, with_state_layers
@@ -320,6 +320,6 @@ def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must have shape (B, n), not {tuple(attention_mask.shape)}")
     mask = attention_mask.bool()
-    if devices.is_host(mask) and not torch.compiler.is_compiling() and bool(mask.all()):  # a GPU is not waited for
+    if readable(mask) and bool(mask.all()):
         return None
     return mask

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels import devices
 from subquad.kernels.clusters import cpu, cuda, reference, sorted_runs, tiles
 
 prefix_op = torch.library.custom_op("subquad::cluster_prefix", mutates_args=())(reference.prefix)
@@ -63,6 +64,8 @@ def cluster_attention(
     if dropout and seed is None:
         raise TypeError("seed must be an int64 tensor where dropout > 0, not None")
     seed = seed if dropout else None
+    if devices.is_host(q) and chunk >= q.shape[1]:  # nothing is cut; on other devices chunks bound the keys of a tile
+        chunk = 0
     about = (clusters, causal, last_query_only, scale, dropout, chunk, avoid_self)
     work = reduce(torch.promote_types, (x.dtype for x in (q, *keys, *values)))
     keys, values = ([x.to(work) for x in group] for group in (keys, values))

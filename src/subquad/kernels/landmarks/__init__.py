@@ -9,6 +9,6 @@ The scores s and t (B, H, n, m) are given, v and out are (B, H, n, d), gathered 
 `reference` the same in plain torch, for everything else. The kernels have no second derivative.
 """
 
-from subquad.kernels.landmarks.op import gather, pseudo_inverse, spread, takes
+from subquad.kernels.landmarks.op import gather, maps_tokens, pseudo_inverse, spread, takes
 
-__all__ = ["gather", "pseudo_inverse", "spread", "takes"]
+__all__ = ["gather", "maps_tokens", "pseudo_inverse", "spread", "takes"]

@@ -12,7 +12,7 @@ from subquad.kernels import devices
 from subquad.kernels.landmarks import cpu, reference
 from subquad.kernels.landmarks.cpu import takes
 
-__all__ = ["gather", "pseudo_inverse", "spread", "takes"]
+__all__ = ["gather", "maps_tokens", "pseudo_inverse", "spread", "takes"]
 
 
 def gather(scores: Tensor, v: Tensor) -> Tensor:
@@ -34,6 +34,13 @@ def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
     if not devices.is_host(a) or a.shape[-1] % 4:
         return reference.pseudo_inverse(a, iterations)
     return inverse_op(a.double().flatten(0, 1), iterations)[:, -1].view_as(a).to(a.dtype)
+
+
+def maps_tokens(x: Tensor) -> bool:
+    """Should tokens x (B, n, E) be mapped to their scores at once, instead of to queries and keys first? The products
+    are larger and fewer, which pays on a CPU; the kernels of other devices and of autocast take queries and keys.
+    """
+    return devices.is_host(x) and not torch.is_autocast_enabled("cpu")
 
 
 def _ready(x: Tensor) -> Tensor:

@@ -1,0 +1,71 @@
+"""Which device runs is the operators' business: nothing above `kernels` branches on it.
+
+A mechanism, a layer or a model asks what it wants to know (`kernels.values.readable`: may the host look at this mask?)
+or calls an operator, which picks its kernel. What merely carries out a user's choice of a device, or measures one, may
+look at it. The layers of imports are checked by import-linter (`make check`).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import subquad
+
+SOURCE = Path(subquad.__file__).parent
+MAY_LOOK = ("kernels", "cli", "studies", "testing", "bench.py", "bench_steps.py")
+QUESTIONS = {"is_host", "is_cuda", "is_cpu", "is_mps", "is_xpu"}  # not is_meta: what has no contents is nowhere
+DEVICES = {"cpu", "cuda", "meta", "mps", "xpu", "hip"}
+
+
+def branches(code: str) -> Iterator[ast.AST]:
+    """Where code asks for a device. To hand `x.device.type` on, to torch.autocast for example, is no question."""
+    tree = ast.parse(code)
+    given = {id(x) for call in ast.walk(tree) if isinstance(call, ast.Call) for x in call.args}
+    for node in ast.walk(tree):
+        name = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name"}.get(type(node), "")
+        compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        if (
+            getattr(node, name, None) in QUESTIONS
+            or (is_kind(node) and id(node) not in given)
+            or any(isinstance(x, ast.Constant) and x.value in DEVICES for x in compared)
+        ):
+            yield node
+
+
+def is_kind(node: ast.AST) -> bool:
+    """`device.type`, or the same of anything that has a device."""
+    return isinstance(node, ast.Attribute) and node.attr == "type" and ast.unparse(node.value).endswith("device")
+
+
+def test_nothing_outside_the_operators_branches_on_a_device():
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        place = path.relative_to(SOURCE)
+        if place.parts[0] not in MAY_LOOK:
+            found += [f"{place}:{node.lineno}: {ast.unparse(node)}" for node in branches(path.read_text())]
+    assert not found, "move the question behind an operator of `kernels`:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if devices.is_host(q): pass", "from subquad.kernels.devices import is_host", "y = 1 if x.is_cuda else 2",
+        "if q.device.type == 'cpu': pass", "kind = q.device.type", "f(device.type != 'cuda')",
+        "a = str(x.device) == 'cpu'",
+    ],
+)  # fmt: skip
+def test_a_branch_on_a_device_is_found(code):
+    assert list(branches(code))
+
+
+@pytest.mark.parametrize("code", ["torch.autocast(q.device.type, enabled=False)", "x.to(y.device)", "task.type == 'a'"])
+def test_what_is_no_branch_is_left_alone(code):
+    assert not list(branches(code))
+
+
+def test_the_modules_that_may_look_exist():
+    assert all((SOURCE / place).exists() for place in MAY_LOOK)
