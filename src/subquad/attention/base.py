@@ -167,8 +167,11 @@ class Attention(nn.Module):
         seen = self.support(n)
         return seen.sum().item() / (len(seen) if seen.dim() == 3 else 1)
 
-    def host_reads(self, padded: bool) -> str:
-        """What the host reads from a GPU in a call, with or without a key mask, and so waits for; "" = nothing."""
+    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32) -> str:
+        """What the host reads from a GPU in a call, and so waits for; "" = nothing.
+
+        padded: with a key mask. dtype: of the tensors. In training dropout counts, in evaluation it does not.
+        """
         return ""
 
     @property

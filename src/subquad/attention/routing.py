@@ -32,7 +32,7 @@ from subquad.attention.rows import repeat_heads
 from subquad.attention.states.chosen import Labelled
 from subquad.attention.states.state import Memory
 from subquad.core.options import Options, option
-from subquad.kernels.clusters import cluster_attention
+from subquad.kernels.clusters import cluster_attention, reads_sizes
 from subquad.probability import probability_map
 
 AT_ONCE = 1 << 24  # products of tokens and centroids
@@ -133,9 +133,10 @@ class Routing(Attention):
 
     # ---- attention ----
 
-    def host_reads(self, padded: bool) -> str:
-        """Torch's kernels take clusters of any sizes, but draw dropout that no seed of ours decides."""
-        return "the sizes of its clusters" if self.training and self.options.dropout > 0 else ""
+    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32) -> str:
+        """Torch's kernels take clusters of any sizes, but not float64, and they draw dropout of their own."""
+        work, dropout = torch.promote_types(dtype, torch.float32), self.options.dropout if self.training else 0.0
+        return "the sizes of its clusters" if reads_sizes(work, self.options.head_dim, dropout) else ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return self._observed(q, k, v, call, observe=False)[0]

@@ -214,7 +214,7 @@ class Sbm(Attention):
         q, k = torch.randn(2, 1, self.options.num_heads, n, self.options.head_dim, generator=draw).to(self.clusters)
         return q, k
 
-    def host_reads(self, padded: bool) -> str:
+    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32) -> str:
         """Up to n² edges can be drawn: lists with room for all of them would cost what full attention costs."""
         return "how many edges it has drawn"
 

@@ -53,21 +53,27 @@ class Logsparse(Partition):
 
         An even token is a node and sees itself there, except a last one, whose node nobody else asks for.
         """
-        if which != "main":
+        if which.startswith("members"):
             return self._members(n)
+        if which == "back":
+            return make_plan(self._digits(n, 2, True), n)
         parts = self._digits(n, 1, False)
         if n > 1:
             odd = Grid(1, n // 2, 2)
             parts.append(Part(odd, odd))
         if n % 2:
             parts.append(Part(Grid(n - 1), Grid(n - 1)))
-        return make_plan(parts if self.causal else parts + self._digits(n, 2, True), n)
+        return make_plan(parts if self.causal or which == "ahead" else parts + self._digits(n, 2, True), n)
 
     def within(self, which, length):
         """Of an odd number of tokens the last sees itself as a token, of more tokens as the node that it is."""
-        if which != "main":
+        if which.startswith("members"):
             return Within(length, (length,))
-        return Within(length, (length, length), is_numbered=False) if self.causal else None
+        ahead = self.causal or which == "ahead"
+        return Within(length, (length, length, length), is_numbered=False) if ahead else None
+
+    def halves(self, which):
+        return ("ahead", "back") if which == "main" and not self.causal else None
 
     @staticmethod
     def _digits(n: int, source: int, back: bool) -> list[Part]:

@@ -10,7 +10,8 @@ scores (`cpu_attention`, `cpu_tiles`); what both leave goes the way of `tiles`. 
 `meetings` sums over queries and keys that are clustered each for themselves.
 """
 
+from subquad.kernels.clusters.cuda import reads_sizes
 from subquad.kernels.clusters.meetings import met_sums
 from subquad.kernels.clusters.op import cluster_attention, cluster_prefix
 
-__all__ = ["cluster_attention", "cluster_prefix", "met_sums"]
+__all__ = ["cluster_attention", "cluster_prefix", "met_sums", "reads_sizes"]

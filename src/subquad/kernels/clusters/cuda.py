@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from subquad.kernels import devices
@@ -21,7 +22,9 @@ def attention_backward(grad, q, keys, values, out, lse, order, cluster, real, *a
 
 def _room(q: Tensor, about: tuple):
     """Chunks are tiles of a known size; whole clusters may be of any."""
-    if about[CHUNK]:
-        return tiles
-    impl = devices.route("clusters", q.dtype, q.shape[2], dropout=about[DROPOUT]).impl
-    return aten if impl == "aten" else tiles
+    return tiles if about[CHUNK] or reads_sizes(q.dtype, q.shape[2], about[DROPOUT]) else aten
+
+
+def reads_sizes(dtype: torch.dtype, width: int, dropout: float) -> bool:
+    """Does the host read the sizes of whole clusters, to make tiles of them? Torch's kernels take them as they are."""
+    return devices.route("clusters", dtype, width, dropout=dropout).impl != "aten"

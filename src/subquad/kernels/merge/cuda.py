@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.merge import reference
+from subquad.kernels.merge import mirrored, reference
 from subquad.kernels.merge.padded import padded
+from subquad.supports.support import parse
 
 
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
+    halves = _halves(support, which, lengths, dropout)
+    if halves is not None:
+        return mirrored.forward(forward, halves, q, keys, values, valid, lengths, seed, support, n, scale, dropout)
     rows = None if lengths is None else padded(q, keys, valid, lengths, support, which, dropout)
     if rows is not None:
         valid, lengths = rows.valid, None
@@ -28,6 +32,10 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
 
 
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
+    halves = _halves(support, which, lengths, dropout)
+    if halves is not None:
+        given = (grad, q, keys, values, out, lse, valid, lengths, seed, support, n, scale, dropout)
+        return mirrored.backward(backward, halves, *given)
     rows = None if lengths is None else padded(q, keys, valid, lengths, support, which, dropout)
     if rows is not None:
         valid, lengths = rows.valid, None
@@ -39,6 +47,11 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
         found = reference.backward(grad.to(work), q.to(work), many[0], many[1], out.to(work), lse, *about)
         return [g.to(x.dtype) for g, x in zip(found, (q, *keys, *values), strict=True)]
     return room.backward(grad, q, keys, values, out, lse, *about)
+
+
+def _halves(support: str, which: str, lengths: Tensor | None, dropout: float) -> tuple[str, str] | None:
+    """The two plans of a mirrored one, where rows have lengths of their own; dropout goes by the places of the plan."""
+    return None if lengths is None or dropout else parse(support).halves(which)
 
 
 def _room(q: Tensor, dropout: float) -> Any:

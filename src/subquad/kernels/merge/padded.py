@@ -2,7 +2,8 @@
 
 The plan of a row depends on its length, and to read that the host would have to wait for the device. Most plans of
 fewer tokens are the first queries and keys of the plan of more tokens (`Support.within`): there the whole batch follows
-one plan, with masks that are made on the device. Where sets depend on the length the lengths are read.
+one plan, with masks that are made on the device. Mirror images (`Support.halves`) follow the plan of the whole batch
+where rows end at the last slot (`mirrored`). Where sets depend on the length in any other way, the lengths are read.
 """
 
 from __future__ import annotations
