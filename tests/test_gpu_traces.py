@@ -22,6 +22,7 @@ import subquad
 from fake_gpu import fake_device, fake_gpu, on_fake_gpu
 from subquad.attention.registry import mechanism
 from subquad.kernels import devices
+from subquad.kernels.sampler import rules
 from subquad.models import HEADS, SubquadConfig
 
 N, WIDTH = 70, 32
@@ -86,19 +87,20 @@ def test_the_backward_pass_of_a_mechanism_stays_on_the_device(name, no_autocast)
     trace_backward(subquad.MultiheadAttention(WIDTH, 4, attention=name, **about), output)
 
 
-def check_waiting(name: str, causal: bool, padded: bool, options: dict) -> None:
+def check_waiting(name: str, causal: bool, padded: bool, options: dict, dtype=torch.float32) -> str:
     """Forward and backward, inside the operators too: the host waits for the device where the mechanism says so."""
     about = {"causal": causal, "max_length": 128, "batch_first": True, **options}
-    layer = subquad.MultiheadAttention(WIDTH, 4, attention=name, **about)
+    layer = subquad.MultiheadAttention(WIDTH, 4, attention=name, **about).to(dtype)
 
     def output(layer):
-        x = torch.empty(2, N, WIDTH, device="meta", requires_grad=True)
+        x = torch.empty(2, N, WIDTH, device="meta", dtype=dtype, requires_grad=True)
         padding = torch.empty(2, N, dtype=torch.bool, device="meta") if padded else None
         return layer(x, x, x, key_padding_mask=padding, need_weights=False)[0]
 
-    declared = layer.attention.host_reads(padded)
+    declared = layer.attention.host_reads(padded, dtype, N)
     with pytest.raises(GuardOnDataDependentSymNode) if declared else nullcontext():
         trace_backward(layer, output, bodies=True)
+    return declared
 
 
 def paddings(name: str) -> list[bool]:
@@ -118,15 +120,32 @@ def test_other_probability_maps_do_not_wait(options, no_autocast):
         check_waiting("strided", True, padded, options)
 
 
+@pytest.mark.parametrize("name", ["routing", "combiner-routing", "combiner-fixed"])
+def test_what_float64_reads_is_declared(name, no_autocast):
+    for padded in (False, True):
+        declared = check_waiting(name, False, padded, mechanism(name).examples[0], torch.float64)
+        assert bool(declared) == ("routing" in name)
+
+
+@pytest.mark.parametrize("options", [{}, {"sampler": "fastrg"}, {"ste": "difference", "dropout": 0.1}], ids=str)
+def test_long_sequences_of_sbm_count_their_edges(options, no_autocast, monkeypatch):
+    """Short ones go by masks, and so does ste=difference in training, of any length."""
+    for small in (1, N):
+        monkeypatch.setattr(rules, "SMALL_ON_DEVICE", small)
+        for padded in (False, True):
+            declared = check_waiting("sbm", True, padded, options)
+            assert bool(declared) == (small < N and "ste" not in options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", subquad.available())
 def test_operators_do_not_wait_with_any_example(name, no_autocast):
-    """Also with dropout, which other kernels run."""
+    """Also with dropout, which other kernels run, and in float64."""
     for causal in directions(name):
         for options in mechanism(name).examples:
             for padded in paddings(name) if options.get("causal", causal) == causal else ():
-                for dropout in (0.0, 0.1):
-                    check_waiting(name, causal, padded, {**options, "dropout": dropout})
+                for dropout, dtype in ((0.0, torch.float32), (0.1, torch.float32), (0.0, torch.float64)):
+                    check_waiting(name, causal, padded, {**options, "dropout": dropout}, dtype)
 
 
 @pytest.mark.slow

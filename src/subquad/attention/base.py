@@ -167,10 +167,11 @@ class Attention(nn.Module):
         seen = self.support(n)
         return seen.sum().item() / (len(seen) if seen.dim() == 3 else 1)
 
-    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32) -> str:
+    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
         """What the host reads from a GPU in a call, and so waits for; "" = nothing.
 
-        padded: with a key mask. dtype: of the tensors. In training dropout counts, in evaluation it does not.
+        padded: with a key mask. dtype: of the tensors. length: of the sequences, None = of any length. What is read may
+        depend on `training`, as dropout does.
         """
         return ""
 

@@ -86,7 +86,7 @@ class Combiner(SizedAttention):
         """The partition with every size decided, for a call of length n."""
         return self.partition if self._is_sized else self.partition.sized(n)
 
-    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32) -> str:
+    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
         partition, drops = self.sized(1), self.training and self.options.dropout > 0
         part = partition.within((partition.halves("main") or ("main",))[0], 1)
         alike = part is not None and (part.is_numbered or not drops)

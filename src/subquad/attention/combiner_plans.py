@@ -320,7 +320,7 @@ class CombinerPlan(Combiner):
             return IndexSets(sets=given, causal=options.causal)
         raise TypeError(f"combiner-plan: plan must be a function n → (direct, groups) or a Partition, not {given!r}")
 
-    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32) -> str:
+    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
         return "the lengths of rows, which their plans depend on" if padded else ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -76,7 +76,7 @@ class PatternAttention(SizedAttention):
         """Edge lists have a length of their own."""
         return not self._has_parts or self.options.map != "softmax"
 
-    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32) -> str:
+    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
         return "" if not padded or self.sized(1).is_nested else "the lengths of rows, which their sets depend on"
 
     def head_groups(self) -> list[tuple[range, int | None]]:

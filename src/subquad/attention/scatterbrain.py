@@ -140,7 +140,7 @@ class Scatterbrain(Attention):
 
     # ---- pictures and counts ----
 
-    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32) -> str:
+    def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
         """Who meets is all that bounds the work of the sparse part: up to n² pairs, as a rule n²/buckets."""
         return "how many queries and keys every bucket has"
 

@@ -58,8 +58,8 @@ class Support:
         return None
 
     def halves(self, which: str) -> tuple[str, str] | None:
-        """Two plans with the pairs of `which`, the first of which has a part `within` it for fewer tokens. The second is
-        a mirror image: there fewer tokens are a part of more where they are the last ones, instead of the first.
+        """Two plans with the pairs of `which`, the first of which has a part `within` it for fewer tokens. The second
+        is a mirror image: there fewer tokens are a part of more where they are the last ones, instead of the first.
         """
         return None
 

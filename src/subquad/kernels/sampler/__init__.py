@@ -24,6 +24,6 @@ seed, but for numbers within rounding of a limit.
 """
 
 from subquad.kernels.sampler.op import sample, sample_edges, statistics
-from subquad.kernels.sampler.rules import SAMPLERS, Rules, Sample, pinned_reach
+from subquad.kernels.sampler.rules import SAMPLERS, Rules, Sample, all_masked, pinned_reach
 
-__all__ = ["SAMPLERS", "Rules", "Sample", "pinned_reach", "sample", "sample_edges", "statistics"]
+__all__ = ["SAMPLERS", "Rules", "Sample", "all_masked", "pinned_reach", "sample", "sample_edges", "statistics"]

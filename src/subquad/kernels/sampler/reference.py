@@ -3,22 +3,26 @@
 A row walks along its intensity as on the CPU (see `cpu`): the points of its Poisson process are running sums of
 exponential gaps, gap e from number e of the row's random stream. Nothing is drawn by a generator, so the graphs of a
 seed are those of the CPU, but for random numbers that lie within rounding of a limit. Edges are numbers
-(graph·n + row)·m + key. The host waits for the device where it reads how many there are.
+(graph·n + row)·m + key. The host waits for the device where it reads how many there are. Where all rows go to the mask,
+it does not: as many keys are drawn as a row may have at most, and those too many are nobody's edges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from subquad.core.hashing import chances, ranks, streams, uniforms
+from subquad.kernels import devices
 from subquad.kernels.edges import EdgeList
 from subquad.kernels.masks import blocks, pack_mask
 from subquad.kernels.sampler import rules as limits
 from subquad.kernels.sampler.rules import Rules, refuse
+from subquad.kernels.values import require
 
 HELD = 2**22  # numbers of one kind that are held at a time
 
@@ -40,18 +44,32 @@ def sample(
     rows = _Rows.of(w, z, seed, key_mask, rules)
     graphs, n, m = len(rows.z), w.shape[2], z.shape[2]
     proposed = torch.zeros_like(rows.place)
-    found = [*_looked(rows, rules), *_jumped(rows, rules, proposed), *_walked(rows, rules, proposed)]
+    found = chain(
+        _looked(rows, rules), _jumped(rows, rules, proposed), _walked(rows, rules, proposed), _pinned(rows, rules)
+    )
+    if rows.all_masked:
+        seen = rows.real.new_zeros(graphs * n * m + 1)  # the last one is nobody's
+        for edge in found:
+            seen.index_fill_(0, edge, True)
+        seen = seen[:-1].view(graphs, n, m)
+        nothing = (rows.place.new_zeros(graphs, n + 1), rows.place.new_empty(0, dtype=torch.int32))
+        return *nothing, pack_mask(seen), seen.sum(-1), _counts(rows, proposed)
     edge = torch.unique(torch.cat([rows.place[:0], *found]))  # ascending: graph by graph, row by row
     ends = torch.searchsorted(edge, m * torch.arange(graphs * n + 1, device=edge.device))  # (g·n + 1,)
     at = n * torch.arange(graphs, device=edge.device)[:, None] + torch.arange(n + 1, device=edge.device)
     edges = EdgeList(ends[at], (edge % m).int(), m)
-    counts = torch.stack([x.view(graphs, n).sum(1) for x in (rows.dense.long(), proposed)], 1)  # (g, 2)
+    counts = _counts(rows, proposed)
     masked = rows.masked(rules).view(graphs, n)
     if not bool(masked.any()):
         return edges.indptr, edges.indices, edges.indices.new_empty(0, dtype=torch.uint8), edges.degrees, counts
     seen = edges.to_mask()
     listed = EdgeList.from_mask(seen & ~masked[..., None])
     return listed.indptr, listed.indices, pack_mask(seen & masked[..., None]), edges.degrees, counts
+
+
+def _counts(rows: _Rows, proposed: Tensor) -> Tensor:
+    """The statistics of a `Sample`, (g, 2)."""
+    return torch.stack([x.view(len(rows.z), -1).sum(1) for x in (rows.dense.long(), proposed)], 1)
 
 
 @dataclass(frozen=True)
@@ -73,12 +91,16 @@ class _Rows:
     jumped: Tensor  # (R,) bool: jump from key to key by `chance`
     chance: Tensor  # (R,): b_i, with exploration: what no edge of the row is more likely than
     expected: Tensor  # (R,): edges, duplicates counted
+    all_masked: bool  # nothing is counted, and no value is read
 
     @classmethod
     def of(cls, w: Tensor, z: Tensor, seed: Tensor, key_mask: Tensor | None, rules: Rules) -> _Rows:
         (batch, heads, n), m, device = w.shape[:3], z.shape[2], w.device
+        masked = limits.all_masked(rules.crossover, m, devices.is_host(w))
         for side, x in (("q", w), ("k", z)):
-            if not bool(x.isfinite().all()):
+            if masked:
+                require(x.isfinite().all(), str(refuse(side)))
+            elif not bool(x.isfinite().all()):
                 raise refuse(side)
         numbers, rank = (x.repeat_interleave(heads, 0) for x in ranks(key_mask, batch, n, m, device))
         graph = torch.arange(batch * heads, device=device)[:, None]  # (g, 1)
@@ -115,85 +137,105 @@ class _Rows:
             chance,
             expected,
         )
-        return cls(x.flatten(0, 1), y, real, rank, *(t.flatten() for t in about))
+        return cls(x.flatten(0, 1), y, real, rank, *(t.flatten() for t in about), masked)
 
     def masked(self, rules: Rules) -> Tensor:
-        """(R,) bool: the rows that go to the mask; see `Sample`."""
-        if not 0 <= rules.crossover < 1 or self.z.shape[1] <= limits.SMALL:
-            return torch.full_like(self.dense, rules.crossover < 1)
+        """(R,) bool: the rows that go to the mask where not all of them do; see `Sample`."""
+        if rules.crossover >= 1:
+            return torch.zeros_like(self.dense)
         if rules.causal:
             return self.expected > rules.crossover * self.visible
         return (self.expected.sum() > rules.crossover * self.visible.sum()).expand_as(self.dense)
 
+    def chosen(self, flags: Tensor) -> Tensor:
+        """The numbers of some rows (R,); of all rows where they are not counted, and `edges` leaves the others out."""
+        return torch.arange(len(flags), device=flags.device) if self.all_masked else flags.nonzero()[:, 0]
+
+    def entries(self, inside: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a table (r, most) has an entry, as rows and columns (P,); everywhere where they are not counted."""
+        if not self.all_masked:
+            return inside.nonzero(as_tuple=True)
+        place = torch.arange(inside.numel(), device=inside.device)
+        return place // inside.shape[1], place % inside.shape[1]
+
+    def edges(self, row: Tensor, key: Tensor, keep: Tensor) -> Tensor:
+        """The edges that are kept, of tables that broadcast; where they are not counted the others are nobody's."""
+        m = self.z.shape[1]
+        edge = (row * m + key).expand(keep.shape)
+        return torch.where(keep, edge, len(self.w) * m).flatten() if self.all_masked else edge[keep]
+
+    def bound(self, mean: Tensor, highest: float) -> int:
+        """What no Poisson number of these means is above, twelve standard deviations; without reading them, from the
+        highest that they can be.
+        """
+        if self.all_masked:
+            return int(highest + 12 * highest**0.5 + 64)
+        return int((mean + 12 * mean.sqrt() + 64).max())
+
 
 def _looked(rows: _Rows, rules: Rules) -> Iterator[Tensor]:
     """Bernoulli(p) for every pair of a dense row."""
-    if not bool(rows.dense.any()):
+    if rules.sampler == "fastrg" or (not rows.all_masked and not bool(rows.dense.any())):
         return
     graphs, m = rows.real.shape
-    w, stream, dense, place = (x.unflatten(0, (graphs, -1)) for x in (rows.w, rows.stream, rows.dense, rows.place))
-    key = torch.arange(m, device=w.device)
-    for t, some, seen in blocks(graphs, w.shape[1], m, rules.causal):
+    w, stream, dense = (x.unflatten(0, (graphs, -1)) for x in (rows.w, rows.stream, rows.dense))
+    n, key, number = w.shape[1], torch.arange(m, device=w.device), torch.arange(len(rows.w), device=w.device)
+    for t, some, seen in blocks(graphs, n, m, rules.causal):
         p = w[t, some] @ rows.z[t, seen].mT  # (graphs, rows, keys) of the block
         u = chances(stream[t, some, None], rows.rank[t, None, seen])
-        i, j = place[t, some, None], key[seen]
-        yes = (u < p + rules.exploration * (1 - p)) | ((i - j).abs() <= rules.reach)
-        yes &= dense[t, some, None] & rows.real[t, None, seen]
-        graph, row, drawn = (yes & (j <= i) if rules.causal else yes).nonzero(as_tuple=True)
-        yield ((graph + t.start) * w.shape[1] + row + some.start) * m + drawn + seen.start
+        yes = (u < p + rules.exploration * (1 - p)) & dense[t, some, None] & rows.real[t, None, seen]
+        row = number.view(graphs, n)[t, some, None]
+        yield rows.edges(row, key[seen], yes & (key[seen] <= row % n) if rules.causal else yes)
 
 
 def _jumped(rows: _Rows, rules: Rules, proposed: Tensor) -> Iterator[Tensor]:
-    """Rows that jump from key to key by a bound of their probabilities, and what is pinned there."""
-    chosen = rows.jumped.nonzero()[:, 0]
-    if not len(chosen):
+    """Rows that jump from key to key by a bound of their probabilities."""
+    chosen = rows.chosen(rows.jumped)
+    if rules.sampler != "exact" or not len(chosen):
         return
-    most = _bound(rows.chance[chosen] * rows.visible[chosen])
+    most = rows.bound(rows.chance[chosen] * rows.visible[chosen], limits.THIN * rows.z.shape[1])
     for some in chosen.split(max(1, HELD // max(most, rows.w.shape[1]))):
-        row, key, count = _jumps(rows, some, rows.chance[some], 1, most)
-        proposed[some] = count
+        row, key, met, count = _jumps(rows, some, rows.chance[some], 1, most)
+        proposed[some] += count * rows.jumped[some]
         p = (rows.w[row] * rows.z[rows.graph[row], key]).sum(-1)
         u = chances(rows.stream[row], rows.rank[rows.graph[row], key]).double() * rows.chance[row]
-        yield (row * rows.z.shape[1] + key)[u < p + rules.exploration * (1 - p)]
-        yield from _pinned(rows, rules, some)
+        yield rows.edges(row, key, met & rows.jumped[row] & (u < p + rules.exploration * (1 - p)))
 
 
 def _walked(rows: _Rows, rules: Rules, proposed: Tensor) -> Iterator[Tensor]:
-    """The other rows: points of the walk, exploration, and what is pinned. Fills in `proposed` (R,)."""
-    chosen = (~rows.dense & ~rows.jumped).nonzero()[:, 0]
-    if not len(chosen):
+    """The other rows: points of the walk, and exploration. Fills in `proposed` (R,)."""
+    walks = ~rows.dense & ~rows.jumped
+    chosen = rows.chosen(walks)
+    if rules.sampler == "bernoulli" or not len(chosen):
         return
     m, upto = rows.z.shape[1], torch.nn.functional.pad(rows.z.mT.cumsum(2), (1, 0))  # (g, k, m + 1)
-    most = _bound(rows.points[chosen])
-    explored = _bound(rules.exploration * rows.visible[chosen].double()) if rules.exploration else 0
+    most = rows.bound(rows.points[chosen], limits.SWITCH * m if rules.sampler == "exact" else m)
+    mean = rules.exploration * rows.visible[chosen].double()
+    explored = rows.bound(mean, rules.exploration * m) if rules.exploration else 0
     for some in chosen.split(max(1, HELD // max(most, explored, rows.w.shape[1]))):
-        row, key, count = _points(rows, rules, some, upto, most)
-        proposed[some] = count
-        yield row * m + key
+        row, key, stays, count = _points(rows, rules, some, upto, most)
+        proposed[some] += count * walks[some]
+        yield rows.edges(row, key, stays & walks[row])
         if explored:  # with the random numbers behind the points
             chance = torch.full_like(rows.chance[some], rules.exploration)
-            row, key, _ = _jumps(rows, some, chance, count[:, None] + 2, explored)
-            yield row * m + key
-        yield from _pinned(rows, rules, some)
+            row, key, met, _ = _jumps(rows, some, chance, count[:, None] + 2, explored)
+            yield rows.edges(row, key, met & walks[row])
 
 
-def _pinned(rows: _Rows, rules: Rules, some: Tensor) -> Iterator[Tensor]:
-    """Edges |i - j| ≤ reach of some rows."""
+def _pinned(rows: _Rows, rules: Rules) -> Iterator[Tensor]:
+    """Edges |i - j| ≤ reach."""
     if rules.reach < 0:
         return
-    key = rows.place[some][:, None] + torch.arange(-rules.reach, rules.reach + 1, device=some.device)
-    inside = (key >= 0) & (key < rows.end[some][:, None])
-    row, key = some[:, None].expand_as(key)[inside], key[inside]
-    yield (row * rows.z.shape[1] + key)[rows.real[rows.graph[row], key]]
+    steps = torch.arange(-rules.reach, rules.reach + 1, device=rows.place.device)
+    for some in torch.arange(len(rows.w), device=steps.device).split(max(1, HELD // len(steps))):
+        key = rows.place[some][:, None] + steps
+        inside = (key >= 0) & (key < rows.end[some][:, None])
+        key = key.clamp(0, rows.z.shape[1] - 1)
+        yield rows.edges(some[:, None], key, inside & rows.real[rows.graph[some][:, None], key])
 
 
-def _bound(mean: Tensor) -> int:
-    """What no Poisson number of these means is above: twelve standard deviations."""
-    return int((mean + 12 * mean.sqrt() + 64).max())
-
-
-def _points(rows: _Rows, rules: Rules, some: Tensor, upto: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and keys of the points that stay, and how many there were in each row, (r,)."""
+def _points(rows: _Rows, rules: Rules, some: Tensor, upto: Tensor, most: int) -> tuple[Tensor, ...]:
+    """Rows and keys of the points and whether they stay, (P,) each, and how many points a row has, (r,)."""
     graph, end = rows.graph[some], rows.end[some]
     slope = rows.boost[some][:, None] * rows.w[some]  # (r, k)
     length = slope * upto[graph, :, end]  # (r, k): the cluster's share of the walk
@@ -201,17 +243,17 @@ def _points(rows: _Rows, rules: Rules, some: Tensor, upto: Tensor, most: int) ->
     gaps = -torch.log(uniforms(rows.stream[some][:, None], torch.arange(1, most + 1, device=some.device)))
     at = gaps.cumsum(1)  # (r, most)
     inside = at < ends[:, -1:]
-    cluster = torch.searchsorted(ends, at, right=True)[inside]  # (P,)
-    r, x = inside.nonzero()[:, 0], at[inside]
-    x = (x - ends[r, cluster] + length[r, cluster]) / slope[r, cluster]  # the place in the cluster
+    r, e = rows.entries(inside)
+    cluster = torch.searchsorted(ends, at, right=True)[r, e].clamp(max=slope.shape[1] - 1)  # (P,)
+    x = (at[r, e] - ends[r, cluster] + length[r, cluster]) / slope[r, cluster]  # the place in the cluster
     sums, line = upto.flatten(0, 1), graph[r] * upto.shape[1] + cluster
     key = torch.minimum(_search(sums, line, x), end[r] - 1)
-    stays = sums[line, key + 1] > sums[line, key]  # (rounding could end on a last key that has no share)
+    stays = inside[r, e] & (sums[line, key + 1] > sums[line, key])  # (rounding could end on a key that has no share)
     if rules.sampler == "exact":  # u ≤ p / (1 - exp(-c·p)), u belongs to the pair
         p, boost = (rows.w[some[r]] * rows.z[graph[r], key]).sum(-1), rows.boost[some[r]]
         u = chances(rows.stream[some[r]], rows.rank[graph[r], key]).double()
         stays &= (u * boost <= 1) | (u * -torch.expm1(-boost * p) <= p)
-    return some[r[stays]], key[stays], inside.sum(1)
+    return some[r], key, stays, inside.sum(1)
 
 
 def _search(sums: Tensor, line: Tensor, x: Tensor) -> Tensor:
@@ -224,15 +266,16 @@ def _search(sums: Tensor, line: Tensor, x: Tensor) -> Tensor:
     return j
 
 
-def _jumps(rows: _Rows, some: Tensor, chance: Tensor, first: Tensor | int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+def _jumps(rows: _Rows, some: Tensor, chance: Tensor, first: Tensor | int, most: int) -> tuple[Tensor, ...]:
     """Every visible key with a probability (r,): jumps from one to the next, with the random numbers from `first` on.
 
-    Rows and keys that were met, and how many there were in each row, (r,).
+    Rows and keys, and whether they were met, (P,) each, and how many were met in a row, (r,).
     """
     step = torch.arange(most, device=some.device)
     u = uniforms(rows.stream[some][:, None], step + first)  # (r, most)
     number = (torch.log(u) / torch.log1p(-chance)[:, None]).floor().cumsum(1) + step  # of a visible key
     inside = number < rows.visible[some][:, None]
-    row = some[inside.nonzero()[:, 0]]
+    r, e = rows.entries(inside)
     listed = (~rows.real).byte().argsort(dim=1, stable=True)  # (g, m): the real keys, ascending, then the others
-    return row, listed[rows.graph[row], number[inside].long()], inside.sum(1)
+    key = listed[rows.graph[some[r]], number[r, e].clamp(max=listed.shape[1] - 1).long()]
+    return some[r], key, inside[r, e], inside.sum(1)
