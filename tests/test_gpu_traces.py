@@ -22,7 +22,6 @@ import subquad
 from fake_gpu import fake_device, fake_gpu, on_fake_gpu
 from subquad.attention.registry import mechanism
 from subquad.kernels import devices
-from subquad.kernels.sampler import rules
 from subquad.models import HEADS, SubquadConfig
 
 N, WIDTH = 70, 32
@@ -121,20 +120,28 @@ def test_other_probability_maps_do_not_wait(options, no_autocast):
 
 
 @pytest.mark.parametrize("name", ["routing", "combiner-routing", "combiner-fixed"])
-def test_what_float64_reads_is_declared(name, no_autocast):
+def test_what_float64_reads_is_declared(name, no_autocast, monkeypatch):
+    monkeypatch.setattr(devices, "FEW", 0)
     for padded in (False, True):
         declared = check_waiting(name, False, padded, mechanism(name).examples[0], torch.float64)
         assert bool(declared) == ("routing" in name)
 
 
-@pytest.mark.parametrize("options", [{}, {"sampler": "fastrg"}, {"ste": "difference", "dropout": 0.1}], ids=str)
-def test_long_sequences_of_sbm_count_their_edges(options, no_autocast, monkeypatch):
-    """Short ones go by masks, and so does ste=difference in training, of any length."""
-    for small in (1, N):
-        monkeypatch.setattr(rules, "SMALL_ON_DEVICE", small)
-        for padded in (False, True):
-            declared = check_waiting("sbm", True, padded, options)
-            assert bool(declared) == (small < N and "ste" not in options)
+@pytest.mark.parametrize("few", [N, N - 1])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("sbm", {}), ("sbm", {"sampler": "fastrg"}), ("sbm", {"ste": "difference", "dropout": 0.1}),
+        ("scatterbrain", {}), ("routing", {"dropout": 0.1}), ("combiner-routing", {"dropout": 0.1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_long_sequences_count_what_short_ones_do_not(name, options, few, no_autocast, monkeypatch):
+    """A short sequence has all pairs, masked; so has sbm with ste=difference in training, at any length."""
+    monkeypatch.setattr(devices, "FEW", few)
+    for padded in (False, True):
+        declared = check_waiting(name, True, padded, options)
+        assert bool(declared) == (few < N and "ste" not in options)
 
 
 @pytest.mark.slow

@@ -46,6 +46,30 @@ def test_the_way_of_a_gpu_equals_the_definition(name):
         compare(case, 33, padded=case.able.padding)
 
 
+@pytest.mark.parametrize("name", ["sbm", "scatterbrain", "routing", "combiner-routing"])
+def test_the_way_of_long_sequences(name, monkeypatch):
+    """Where all pairs would be too many, the host reads how many there are."""
+    monkeypatch.setattr(devices, "FEW", 8)
+    for case in cases(name, **mechanism(name).examples[0]):
+        compare(case, 33, padded=True)
+
+
+@pytest.mark.parametrize("few", [8, 1024])
+@pytest.mark.parametrize("name", ["sbm", "scatterbrain", "routing", "combiner-routing"])
+def test_the_same_is_dropped_as_on_a_cpu(name, few, monkeypatch):
+    monkeypatch.setattr(devices, "FEW", few)
+    for case in cases(name, dropout=0.3):
+        module, mask = case.make(torch.float64).train(), masks(21)
+        xs = [x.requires_grad_() for x in case.inputs(21, torch.float64, len(mask))]
+        want = module(*xs, key_mask=mask, seed=torch.tensor(5))
+        with as_on_a_gpu():
+            found = module(*xs, key_mask=mask, seed=torch.tensor(5))
+            grads = gradients(found, xs, module)
+        close(found, want, 1e-9, case.title)
+        for x, y in zip(grads, gradients(want, xs, module), strict=True):
+            close(x, y, 1e-9, f"gradients: {case.title}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", subquad.available())
 def test_the_way_of_a_gpu_equals_the_definition_with_every_example(name):

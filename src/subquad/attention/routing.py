@@ -134,9 +134,9 @@ class Routing(Attention):
     # ---- attention ----
 
     def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
-        """Torch's kernels take clusters of any sizes, but not float64, and they draw dropout of their own."""
+        """Torch's kernels take clusters of any sizes, but not float64, and draw dropout of their own."""
         work, dropout = torch.promote_types(dtype, torch.float32), self.options.dropout if self.training else 0.0
-        return "the sizes of its clusters" if reads_sizes(work, self.options.head_dim, dropout) else ""
+        return "the sizes of its clusters" if reads_sizes(work, self.options.head_dim, dropout, length) else ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return self._observed(q, k, v, call, observe=False)[0]

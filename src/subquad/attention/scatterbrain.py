@@ -28,6 +28,7 @@ from subquad.attention.full import drop_keys
 from subquad.attention.performer import LOWEST, gaussian, gaussian_orthogonal
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
+from subquad.kernels import devices
 from subquad.kernels.clusters import met_sums
 from subquad.kernels.linear import kernel_sums
 from subquad.kernels.linear.reference import kernel_weights
@@ -142,7 +143,7 @@ class Scatterbrain(Attention):
 
     def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
         """Who meets is all that bounds the work of the sparse part: up to n² pairs, as a rule n²/buckets."""
-        return "how many queries and keys every bucket has"
+        return "" if devices.is_short(length) else "how many queries and keys every bucket has"
 
     def picture(self, n: int) -> Tensor:
         """Queries and keys dealt out to the buckets; the real ones depend on q and k."""

@@ -20,6 +20,7 @@ import torch
 
 IMPLS = ("auto", "triton", "aten", "reference")
 WIDEST = 256  # head width
+FEW = 1024  # tokens of a short sequence
 REGISTERS, MOST_REGISTERS = 248, 255  # of a thread: for float32, and all that there are
 MISSING = 'triton is not installed: pip install "subquad[gpu]"'
 
@@ -79,6 +80,13 @@ def _checked(impl: str, what: str) -> str:
 def is_host(x: torch.Tensor) -> bool:
     """Is x where the host reads it? Elsewhere it would wait for the device, so that nothing is decided by values."""
     return x.device.type == "cpu"
+
+
+def is_short(length: int | None) -> bool:
+    """Does a device rather compute all pairs of a sequence, masked, than let the host wait to learn which are needed?
+    None: a sequence of any length.
+    """
+    return length is not None and length <= FEW
 
 
 def with_contents(device: torch.device) -> torch.device:

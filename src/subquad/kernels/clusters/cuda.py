@@ -22,9 +22,15 @@ def attention_backward(grad, q, keys, values, out, lse, order, cluster, real, *a
 
 def _room(q: Tensor, about: tuple):
     """Chunks are tiles of a known size; whole clusters may be of any."""
-    return tiles if about[CHUNK] or reads_sizes(q.dtype, q.shape[2], about[DROPOUT]) else aten
+    return tiles if about[CHUNK] or not _torch_takes(q.dtype, q.shape[2], about[DROPOUT]) else aten
 
 
-def reads_sizes(dtype: torch.dtype, width: int, dropout: float) -> bool:
-    """Does the host read the sizes of whole clusters, to make tiles of them? Torch's kernels take them as they are."""
-    return devices.route("clusters", dtype, width, dropout=dropout).impl != "aten"
+def reads_sizes(dtype: torch.dtype, width: int, dropout: float, length: int | None) -> bool:
+    """Does the host read the sizes of whole clusters, to make tiles of them? Torch's kernels take them as they are, and
+    tiles of short sequences have all pairs.
+    """
+    return not _torch_takes(dtype, width, dropout) and not devices.is_short(length)
+
+
+def _torch_takes(dtype: torch.dtype, width: int, dropout: float) -> bool:
+    return devices.route("clusters", dtype, width, dropout=dropout).impl == "aten"

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.clusters.layout import Layout, Tiles
+from subquad.kernels.clusters.layout import Tiles
 from subquad.kernels.clusters.products import add, flattened, softmax, take
+from subquad.kernels.clusters.tiles import layout_of
 
 
 def met_sums(
@@ -45,8 +46,9 @@ def met_sums(
 
 def _tiles(asks: Tensor, answers: Tensor, real: Tensor, clusters: int, causal: bool):
     sequence = torch.arange(len(real), device=real.device)[:, None] * clusters
+    kind = layout_of(real)
     layouts = [
-        Layout((sequence + label).flatten().argsort(stable=True), label, real, clusters, causal)
+        kind((sequence + label).flatten().argsort(stable=True), label, real, clusters, causal)
         for label in (asks, answers)
     ]
     return layouts[0].asked(layouts[1])

@@ -2,7 +2,8 @@
 
 Σ ⌈size/R⌉ over all clusters is at most N/R + the number of clusters, so there are never more tiles of R queries; those
 that no cluster needs are nobody's. Keys are bounded where clusters are cut into chunks: a tile sees two or three of
-them. A whole cluster may have all tokens, and every bound on its keys would make the work quadratic: see `aten`.
+them. A whole cluster may have all tokens, and every bound on its keys makes the work quadratic: short sequences have
+tiles of all pairs, for long ones see `aten`; where torch's kernels cannot do it, the host reads the sizes.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from subquad.kernels import devices
 from subquad.kernels.clusters.layout import Layout, Tiles
 
 BATCH = 1 << 24  # scores at a time: few launches
 
 
 class StaticLayout(Layout):
-    """`Layout` without a shape that depends on the clusters, but for whole clusters and for `asked`."""
+    """`Layout` without a shape that depends on the clusters, but for whole clusters of long sequences."""
 
     batch = BATCH
 
@@ -40,9 +42,36 @@ class StaticLayout(Layout):
         self.last = torch.where(last < 0, self.total, last)  # (G·C,)
 
     def own(self, last_query_only: bool) -> Iterator[Tiles]:
-        if not self.chunk or last_query_only:
-            yield from super().own(last_query_only)
-            return
+        if last_query_only:
+            yield from self._last_queries()
+        elif self.chunk:
+            yield from self._chunks()
+        else:
+            yield from self._all_pairs(self) if devices.is_short(self.n) else super().own(last_query_only)
+
+    def asked(self, keys: Layout) -> Iterator[Tiles]:
+        yield from self._all_pairs(keys) if devices.is_short(self.n) else super().asked(keys)
+
+    def _all_pairs(self, keys: Layout) -> Iterator[Tiles]:
+        """Every token to its whole sequence, of which those in other clusters by `keys` are hidden."""
+        tokens = torch.arange(self.total, device=self.tag.device).view(-1, self.n)
+        for some in tokens.split(max(1, self.batch // self.n**2)):  # (S, n)
+            hidden = ~self.real[some][:, None] | (self.tag[some][..., None] != keys.tag[some][:, None])  # (S, n, n)
+            if self.causal:
+                hidden = hidden | (some[:, None] > some[..., None])
+            yield Tiles(some, some, hidden, some % self.n if self.avoid_self else None)
+
+    def _last_queries(self) -> Iterator[Tiles]:
+        """The last token of every cluster to its whole sequence, of which other clusters are hidden."""
+        tokens = torch.arange(self.total, device=self.tag.device).view(-1, self.n)
+        step = max(1, self.batch // (self.clusters * self.n))
+        rows = self.last.view(-1, self.clusters)  # (G, C)
+        for some, asking in zip(tokens.split(step), rows.split(step), strict=True):
+            yield Tiles(
+                asking, some, ~self.real[some][:, None] | (self.tag[asking][..., None] != self.tag[some][:, None])
+            )
+
+    def _chunks(self) -> Iterator[Tiles]:
         size, chunk = self.rows, self.chunk
         blocks = -(-self.sizes // size)  # (G·C,)
         ends = blocks.cumsum(0)

@@ -99,9 +99,14 @@ def with_itself(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, real: Tensor) ->
     return torch.where(alone, v.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan), out).contiguous()
 
 
+def layout_of(x: Tensor) -> type[Layout]:
+    """Which layout of tiles the device of x is for."""
+    return Layout if devices.is_host(x) else StaticLayout
+
+
 def rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any) -> Iterator[Layout]:
     """One layout per round: order (N,) or (R, N), cluster (G, n) or (R, G, n)."""
-    kind = Layout if devices.is_host(order) else StaticLayout
+    kind = layout_of(order)
     for own in zip(order.view(-1, real.numel()), cluster.view(-1, *real.shape), strict=True):
         yield kind(*own, real, *about)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from subquad.kernels import devices
+
 SAMPLERS = ("exact", "fastrg", "bernoulli")
 SWITCH = 1 / 128  # more proposals than this share of the keys: looking at every key is cheaper
 # (measured: from 1 / 250 of 4,096 keys on, from 1 / 110 of 16,384)
@@ -13,7 +15,6 @@ LOOSE = 3  # jumps by a bound of p beside points of a walk: so many more are sti
 THIN = 1 / 24  # a larger bound of p: looking at every key is cheaper than jumping (one key in 20 takes as long)
 OPEN = 1 / 8  # a larger share of pairs that bounds leave open: computing p for all of them is cheaper
 SMALL = 128  # up to so many keys a mask is never worse than a list
-SMALL_ON_DEVICE = 1024  # the same where the host would have to wait to learn how long a list is
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Sample:
 
 def all_masked(crossover: float, keys: int, on_host: bool) -> bool:
     """Do all rows go to the mask, whatever is drawn? Then nobody has to know how many edges there are."""
-    return crossover < 0 or (crossover < 1 and keys <= (SMALL if on_host else SMALL_ON_DEVICE))
+    return crossover < 0 or (crossover < 1 and (keys <= SMALL if on_host else devices.is_short(keys)))
 
 
 def pinned_reach(self_loops: bool, window: int | None) -> int:
