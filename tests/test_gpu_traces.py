@@ -144,6 +144,23 @@ def test_long_sequences_count_what_short_ones_do_not(name, options, few, no_auto
         assert bool(declared) == (few < N and "ste" not in options)
 
 
+@pytest.mark.parametrize("few", [N, N - 1])
+@pytest.mark.parametrize(
+    "name, options", [("star", {}), ("fixed", {"w": 4, "close": True}), ("logsparse", {})], ids=str
+)
+def test_long_padded_rows_with_sets_of_their_own_are_read(name, options, few, no_autocast, monkeypatch):
+    """Short ones have a mask that is made on the device, without dropout."""
+    monkeypatch.setattr(devices, "FEW", few)
+    for dropout in (0.0, 0.1):
+        declared = check_waiting(name, False, True, {**options, "dropout": dropout})
+        assert bool(declared) == (few < N or dropout > 0)
+
+
+def test_a_mirrored_plan_is_read_with_dropout(no_autocast):
+    assert not check_waiting("combiner-logsparse", False, True, {})
+    assert check_waiting("combiner-logsparse", False, True, {"dropout": 0.1})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", subquad.available())
 def test_operators_do_not_wait_with_any_example(name, no_autocast):

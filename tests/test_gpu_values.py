@@ -89,6 +89,24 @@ def test_other_probability_maps(options):
         compare(case, 21, padded=True)
 
 
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("star", {"w": 2}), ("star", {"w": 3, "relay": "first", "map": "topk", "topk": 2}), ("logsparse", {}),
+        ("fixed", {"w": 4, "close": True, "heads": "multihead"}),
+        ("fixed", {"w": 4, "close": True, "heads": "union", "map": "entmax"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sets_that_depend_on_the_length(name, options, monkeypatch):
+    """Short sequences by a mask that is made on the device, long ones by the lengths that the host reads."""
+    for few in (8, 1024):
+        monkeypatch.setattr(devices, "FEW", few)
+        for case in cases(name, **options):
+            for n in (1, 3, 21):
+                compare(case, n, padded=True)
+
+
 # ---- padded batches under one plan ----
 
 
@@ -159,10 +177,28 @@ def test_partitions_that_depend_on_the_length():
     assert binary.Logsparse(causal=False).within("main", 5) is None
 
 
-@pytest.mark.parametrize("name, dropout", [("combiner-fixed", 0.3), ("combiner-logsparse", 0.3), ("strided", 0.0)])
+def test_a_plan_and_its_mirror_image():
+    """`Support.halves`: together the pairs of the plan, and of the second half the last queries and keys are those of
+    fewer tokens.
+    """
+    (one,) = (x for x in asked_by("combiner-logsparse", 33) if parse(x.support).halves(x.which))
+    main, ahead, back = (
+        seen_by_plan(plan_of(one.support, 33, which), one) for which in ("main", *parse(one.support).halves("main"))
+    )
+    for source in range(3):
+        assert (main[source] == ahead[source] + back[source]).all()
+    for fewer in range(1, 33):
+        own = seen_by_plan(plan_of(one.support, fewer, "back"), one)[2]
+        assert (own[:fewer, :fewer] == back[2][33 - fewer :, 33 - fewer :]).all()
+
+
+MERGES = [("combiner-fixed", 0.3), ("combiner-logsparse", 0.3), ("combiner-logsparse", 0.0), ("strided", 0.0)]
+
+
+@pytest.mark.parametrize("name, dropout", MERGES)
 def test_merge_of_rows_of_their_own_length(name, dropout):
     """With and without a key mask; what stands behind the end of a row has no part in it, not even as a gradient."""
-    lengths = torch.tensor([33, 0, 12, 31])
+    lengths = torch.tensor([33, 0, 12, 30])  # of 31 tokens the last would see itself as one, of 33 as the node it is
     for number, one in enumerate(asked_by(name, 33)):
         q, keys, values, valid = tensors(one, batch=4, masked=number % 2 == 0)
         rest = (valid, lengths, torch.tensor(5), one.support, one.which, one.n, 0.3, dropout)

@@ -28,7 +28,7 @@ from subquad.core.numbers import settled
 from subquad.core.options import option
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pattern_lists import pattern_attention, pattern_mapped_attention
-from subquad.kernels.tables import UNION, pattern_mask
+from subquad.kernels.tables import UNION, mask_on_device, masks_any_length, pattern_mask
 from subquad.supports.kept import EVERYTHING
 from subquad.supports.pattern import Pattern
 from subquad.supports.shards import Tail
@@ -77,7 +77,10 @@ class PatternAttention(SizedAttention):
         return not self._has_parts or self.options.map != "softmax"
 
     def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
-        return "" if not padded or self.sized(1).is_nested else "the lengths of rows, which their sets depend on"
+        pattern, drops = self.sized(1), self.training and self.options.dropout > 0
+        if not padded or pattern.is_nested or (not drops and masks_any_length(pattern.text, length)):
+            return ""
+        return "the lengths of rows, which their sets depend on"
 
     def head_groups(self) -> list[tuple[range, int | None]]:
         """Which heads use which family; None = the union of all."""
@@ -92,11 +95,16 @@ class PatternAttention(SizedAttention):
     # ---- the fast path ----
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        text = self._text(call.slots)
+        text, tracing = self._text(call.slots), torch.compiler.is_compiling()
+        if not tracing and not call.dropout:  # what is dropped goes by the places of blocks
+            seen = mask_on_device(q, text, self._families(), q.shape[2], call.lengths)
+            if seen is not None:
+                return self._densely(seen, q, k, v, call)
         if self.options.map == "softmax" and self._has_parts:
             return self._by_blocks(text, q, k, v, call)
-        if self.options.map != "softmax" and torch.compiler.is_compiling():
-            return self._mapped_densely(text, q, k, v, call)
+        if self.options.map != "softmax" and tracing:
+            seen = pattern_mask(q, text, self._families(), q.shape[2], call.lengths)  # (B, 1 or H, n, n)
+            return self._densely(seen, q, k, v, call)
         sets, scale = (text, self._families(), call.lengths), self.options.softmax_scale
         about: dict[str, Any] = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed, "scale": scale}
         if self.options.map == "softmax":
@@ -168,9 +176,8 @@ class PatternAttention(SizedAttention):
             numbers if len(groups) == 1 else [f for (heads, _), f in zip(groups, numbers, strict=True) for _ in heads]
         )
 
-    def _mapped_densely(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Any probability map, in a compiled graph: on the whole matrix of scores."""
-        seen = pattern_mask(q, text, self._families(), q.shape[2], call.lengths)  # (B, 1 or H, n, n)
+    def _densely(self, seen: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """On the whole matrix of scores, under a mask (B, 1 or H, n, n)."""
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         weights = masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
         return drop(weights, call).to(v.dtype) @ v

@@ -93,12 +93,17 @@ class Pattern(Support):
         """
         return None
 
-    def sees(self, family: int | None, i: Tensor, j: Tensor) -> Tensor:
-        """The definition for the positions of a causal pattern, which know of no length: is j in A_i?"""
+    def sees(self, family: int | None, i: Tensor, j: Tensor, n: Tensor | int = 0) -> Tensor:
+        """The definition for positions and lengths that are tensors: is j in A_i? Causal sets know of no length."""
         seen: Any = i == -1
         for f in range(self.families) if family is None else (family,):
-            seen = seen | self.allows(f, i, j, 0)  # type: ignore[arg-type]
-        return seen & (j <= i)
+            seen = seen | self.allows(f, i, j, n)  # type: ignore[arg-type]
+        return seen & (j <= i) if self.causal else seen
+
+    @property
+    def is_predicate(self) -> bool:
+        """Is it given by `allows`, so that tensors can be asked?"""
+        return type(self).allows is not Pattern.allows
 
     def named(self, family: int | None, i: np.ndarray) -> np.ndarray:
         """The keys of the queries at positions i (…,), as a list each: (…, most of them), -1 = none.

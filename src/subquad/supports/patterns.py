@@ -132,10 +132,9 @@ class Star(Pattern):
             near = (i - j >= 0) & (i - j <= self.w)
             return near | (j == 0) if self.relay == "first" else near
         relay = n - 1 if self.relay == "last" else 0
-        if n == 1:
-            return i == j
-        around = (i - j) % (n - 1)  # positions on the ring differ by a shift only: the relay is at an end
-        near = (around <= self.w) | (around >= n - 1 - self.w)
+        ring = n - 1 + (n == 1)
+        around = (i - j) % ring  # positions on the ring differ by a shift only: the relay is at an end
+        near = (around <= self.w) | (around >= ring - self.w)
         return (i == relay) | (j == relay) | near
 
     def parts(self, n, family):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels import devices
 from subquad.kernels.edges import EdgeList
 from subquad.kernels.edges.lists import Buckets
 from subquad.supports.partitions import POOLED, Partition
@@ -50,6 +51,29 @@ def is_nested(support: str) -> bool:
 def pattern_mask(like: Tensor, support: str, families: Sequence[int], n: int, lengths: Tensor | None) -> Tensor:
     """The same as a mask, bool (B or 1, families, n, n)."""
     return _mask(like, lengths, support, list(families), n)
+
+
+def mask_on_device(
+    like: Tensor, support: str, families: Sequence[int], n: int, lengths: Tensor | None
+) -> Tensor | None:
+    """`pattern_mask` of rows of their own length without reading the lengths, where the host would have to wait for
+    them: of short sequences, and of patterns that are given by a predicate; else None.
+    """
+    if lengths is None or devices.is_host(like) or not masks_any_length(support, n):
+        return None
+    pattern, place = cast(Pattern, parse(support)), torch.arange(n, device=like.device)
+    i, j, size = place[:, None], place, lengths[:, None, None]  # (n, 1), (n,), (B, 1, 1)
+    shape = (len(lengths), n, n)  # a family may not care about the length
+    seen = torch.stack([pattern.sees(_family(f), i, j, size).expand(shape) for f in families], 1)  # (B, families, n, n)
+    inside = place < lengths[:, None]  # (B, n)
+    return seen & inside[:, None, None] & inside[:, None, :, None]
+
+
+@constant_of_graphs
+def masks_any_length(support: str, n: int | None) -> bool:
+    """Is the mask of a row of any length, up to n tokens, made on the device? Nested sets have no need of it."""
+    pattern = cast(Pattern, parse(support))
+    return devices.is_short(n) and pattern.is_predicate and not pattern.is_nested
 
 
 @lru_cache(maxsize=32)
