@@ -319,7 +319,8 @@ AT_ONCE = ("--help", "list", "--version", "", "list --json", "tasks", "lst", "--
            "compare needle --attention full --set length=250", "train copying --set length=7",
            "train listops --set max_length=500", "train pathfinder --set length=100", "train image --set colour=rgb",
            "train translation --set target=en", "plot pattern -o out.png", "train needle --attention pattern",
-           "compare needle --attention full,pattern")  # fmt: skip
+           "compare needle --attention full,pattern", "train needle --out /proc/none",
+           "study copying --out /proc/none")  # fmt: skip
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
