@@ -54,9 +54,9 @@ def prove(
         raise typer.BadParameter(f"--function must be one of {FUNCTIONS}, or module:function, not {function!r}")
     if epsilon is not None and not epsilon > 0:
         raise typer.BadParameter(f"--epsilon must be a number > 0, not {epsilon}")
+    target = imported(function) if function and ":" in function else function
     from subquad.theory import proof
 
-    target = imported(function) if function and ":" in function else function
     result = proof.prove(source, n, d, delta, target, causal=causal)
     rows, theorem, trouble = _measure(result, target, epsilon) if result.holds else ([], None, None)
     holds = result.holds and (theorem is None or theorem.holds)

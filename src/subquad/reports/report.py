@@ -220,7 +220,7 @@ def costs(rows: Sequence[Row], metric: str, *, busy: bool = False) -> list[dict[
         },
         {
             "title": "Peak memory",
-            "note": "of training, beyond the loaded data",
+            "note": "of training, beyond the loaded program and data",
             "chart": charts.bar_chart(memory, label="peak memory") if memory else "",
         },
     ]
