@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from transformers.utils import ModelOutput
 from typer.testing import CliRunner
 
-from subquad import register, unregister
+from subquad import register, tasks, unregister
 from subquad.attention.registry import available, mechanism
 from subquad.cli import app
 from subquad.core import child
@@ -79,6 +79,23 @@ def test_loading_the_kernels_changes_no_random_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("subquad.training.run.load_kernels", lambda run, splits: None)
     without = train(tiny(tmp_path / "without", "dropout=0.1", attention=SAMPLED))
     assert with_it["test"] == without["test"] and losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
+def test_no_bar_of_transformers_is_shown(tmp_path, capfd):
+    train(tiny(tmp_path / "run"))
+    shown = capfd.readouterr().err
+    assert "%|" not in shown and "it/s" not in shown and "step 6/6" in shown, "our own lines are enough"
+
+
+def test_the_task_of_the_docs_is_learned(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    code = page.split("Save this as `majority.py`:")[1].split("```python\n")[1].split("```")[0]
+    try:
+        exec(compile(code, "majority.py", "exec"), {})
+        result = train(Run(task("majority"), ["full"], tmp_path / "run"))
+        assert result["test"]["accuracy"] >= 0.95, "as the page says; guessing has 0.5"
+    finally:
+        tasks._TASKS.pop("majority", None)
 
 
 def test_a_run_and_what_it_leaves(finished):
