@@ -277,10 +277,10 @@ def test_too_little_memory_is_one_line(run, monkeypatch):
     def refuse(name: str) -> None:
         raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 32000000000000 bytes. Error 12")
 
-    monkeypatch.setattr("subquad.attention.registry.describe", refuse)
+    monkeypatch.setattr(sys.modules["subquad.attention.registry"], "describe", refuse)
     expected = "error: there is not enough memory: one tensor would take 29,802 GiB; choose smaller sizes\n"
     assert (run("list").exit_code, run("list").stderr) == (2, expected)
-    monkeypatch.setattr("subquad.attention.registry.describe", lambda name: 1 / 0)
+    monkeypatch.setattr(sys.modules["subquad.attention.registry"], "describe", lambda name: 1 / 0)
     assert isinstance(run("list").exception, ZeroDivisionError), "other errors are not hidden"
 
 
