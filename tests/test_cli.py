@@ -2,16 +2,15 @@
 
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -21,7 +20,7 @@ from subquad import tasks
 from subquad.__main__ import WAITING
 from subquad.attention.base import Attention
 from subquad.attention.registry import describe, mechanism
-from subquad.cli import COMMANDS, IMPORTS, app, study
+from subquad.cli import COMMANDS, IMPORTS, app, studies
 from subquad.cli.bench_table import against, count, seconds
 from subquad.cli.terminal import coarse, draw
 from subquad.cli.train import show as show_training
@@ -274,6 +273,17 @@ def test_errors_are_one_line_and_exit_code_2(run, tmp_path, monkeypatch, line, m
     assert list(tmp_path.iterdir()) == []  # nothing half-made is left
 
 
+def test_too_little_memory_is_one_line(run, monkeypatch):
+    def refuse(name: str) -> None:
+        raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 32000000000000 bytes. Error 12")
+
+    monkeypatch.setattr(sys.modules["subquad.attention.registry"], "describe", refuse)
+    expected = "error: there is not enough memory: one tensor would take 29,802 GiB; choose smaller sizes\n"
+    assert (run("list").exit_code, run("list").stderr) == (2, expected)
+    monkeypatch.setattr(sys.modules["subquad.attention.registry"], "describe", lambda name: 1 / 0)
+    assert isinstance(run("list").exception, ZeroDivisionError), "other errors are not hidden"
+
+
 def test_a_traceback_can_be_asked_for(run):
     result = run("--traceback show fixd")
     assert isinstance(result.exception, ValueError) and result.exit_code == 1
@@ -309,7 +319,20 @@ AT_ONCE = ("--help", "list", "--version", "", "list --json", "tasks", "lst", "--
            "train lm-bytes --attention fnet", "train needle --set positions=own", "compare lm-words --attention full",
            "compare needle --attention full --out /dev/null", "reproduce combiner-table-1 --column none",
            "reproduce sbm-table-3 --rates x", "convert /nowhere --attention combiner-window -o new",
-           "perplexity /nowhere --text none", "adapt /nowhere --text none -o new", "passkey /nowhere")  # fmt: skip
+           "perplexity /nowhere --text none", "adapt /nowhere --text none -o new", "passkey /nowhere",
+           "study", "study speed --minutes x", "study speed --write nowhere.md", "study conversion /nowhere --text x",
+           "study gpu-build --targets sm_1", "study gpu-time fixd", "study gpu-time --n x", "study copying --nothing",
+           "study fidelity --png a.xyz", "study processes --parts some", "study repeated-tokens --set stpes=3",
+           "study sbm-cost --degree 0", "study slice-rank --png nowhere/a.png", "study advice --json /nowhere/x.json",
+           "reproduce combiner-table-1 --data /nowhere", "reproduce combiner-table-4", "reproduce sbm-table-7",
+           "train lm-books", "train lm-books --set source=folder", "train lm-bytes --set source=file --set path=none",
+           "prove star --n 400", "prove star --function os:none", "bench --peers nobody", "bench --peers --n 64,128",
+           "train needle --set length=250", "compare needle --attention full --set length=250",
+           "train copying --set length=7",
+           "train listops --set max_length=500", "train pathfinder --set length=100", "train image --set colour=rgb",
+           "train translation --set target=en", "plot pattern -o out.png", "train needle --attention pattern",
+           "compare needle --attention full,pattern", "train needle --out /proc/none",
+           "study copying --out /proc/none")  # fmt: skip
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -470,7 +493,7 @@ def test_ctrl_c_is_not_swallowed_by_a_callback_of_the_import_system():
 def test_ctrl_c_while_importing_ends_cleanly(delay):
     code = "import sys; from subquad.__main__ import main; print('begun', flush=True); main()"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", code, "train", "needle", "--out", "/dev/null/nowhere"]
+    command = [sys.executable, "-c", code, "prove", "star"]  # imports torch, and writes nothing
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     time.sleep(delay)
@@ -541,21 +564,22 @@ def test_errors_name_the_option_and_its_value(run, line, words):
 # ---- studies -----------------------------------------------------------------------------------------------
 
 
-def test_studies_register_their_own_commands(run, monkeypatch):
-    def add_to(studies: typer.Typer) -> None:
-        @studies.command()
-        def how_fast(n: int = 3) -> None:
-            """How fast."""
-            print(f"measured {n}")
-
-    monkeypatch.setitem(sys.modules, "how_fast", SimpleNamespace(add_to=add_to))
-    monkeypatch.setattr(study, "modules", lambda: {"how-fast": "how_fast"})
-    assert run("study how-fast --n 7").stdout == "measured 7\n"
-    assert "How fast." in run("study").stdout
-    refused = run("study how-fats")
-    assert refused.exit_code == 2 and "unknown study 'how-fats'; did you mean how-fast?" in refused.stderr
+def test_studies_are_listed_and_an_unknown_one_is_refused(run):
+    assert all(name in run("study").stdout for name in studies.STUDIES)
+    refused = run("study sped")
+    assert refused.exit_code == 2 and "unknown study 'sped'; did you mean speed" in refused.stderr
 
 
-@pytest.mark.parametrize("name", study.modules())
-def test_the_command_of_a_study_has_the_name_of_its_module(name):
-    assert name in study.Studies(name="study").get_command(None, name).name
+def test_every_study_has_a_command():
+    modules = {name for _, name, _ in pkgutil.iter_modules([str(Path(subquad.__file__).parent / "studies")])} - {
+        "tables",
+        "conversion_tables",
+    }
+    assert {name.replace("-", "_") for name in studies.STUDIES} == modules
+
+
+def test_choices_of_studies_are_those_that_they_know():
+    from subquad.studies import gpu_build, processes
+
+    assert tuple(gpu_build.TARGETS) == studies.TARGETS and tuple(gpu_build.KINDS) == studies.DTYPES
+    assert tuple(processes.PARTS) == studies.PARTS

@@ -74,7 +74,7 @@ def test_innermost_loops_are_found_in_machine_code():
 def test_builds_are_refused_in_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="TRITON_INTERPRET is set"):
-        gpu_build.gpu_build()
+        gpu_build.show(["sm_90"], ["float16"], [64], "", None)
 
 
 def test_the_model_of_the_time():
@@ -100,7 +100,7 @@ def test_kernels_build_without_spills(tmp_path):
     """In a process of its own: here kernels are interpreted."""
     file, environment = tmp_path / "builds.json", {**os.environ, "TRITON_INTERPRET": "0"}
     words = ["--targets", "sm_80,sm_90,sm_100", "--json", str(file)]
-    subprocess.run([sys.executable, "-m", "subquad.studies.gpu_build", *words], env=environment, check=True)
+    subprocess.run([sys.executable, "-m", "subquad", "study", "gpu-build", *words], env=environment, check=True)
     found, entries = json.loads(file.read_text()), {entry.name: entry for entry in builds.entries()}
     assert len(found) == 3 * 2 * sum(len(entry.kinds) for entry in entries.values())
     for build in found:

@@ -341,7 +341,7 @@ def test_rows_of_peers_hold_both_times_and_the_crossover(monkeypatch):
 
 
 def test_unknown_and_missing_peers_are_named(monkeypatch):
-    with pytest.raises(ValueError, match=r"no peer is called 'nobody'; the peers are linear, "):
+    with pytest.raises(ValueError, match=r"unknown peer 'nobody'.*available: linear, "):
         list(peers.measure_peers(["nobody"], Setting()))
     monkeypatch.setattr(peer_modules.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="performer needs the package performer-pytorch"):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from subquad.models import HEADS, SubquadConfig
 from subquad.reports import charts, curves, findings
 from subquad.reports.pictures import trained_weights
-from subquad.reports.report import columns, write_report
+from subquad.reports.report import columns, costs, write_report
 from subquad.tasks import task as make_task
 
 EVIL = "combiner-fixed:span=<script>alert('x')</script>"
@@ -236,6 +236,16 @@ def test_no_speed_is_claimed_from_a_busy_machine(tmp_path):
     assert "Fastest" not in text and "fastest" not in text and "not to be trusted: other programs used 80 %" in text
     apart = {**make_comparison(rows), "timing": None}
     assert "minutes apart" in (findings.untrusted(apart) or "")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_table_and_bars_write_times_alike(busy):
+    rows = [make_row("full", [0.9], 1.0, [], colour=""), make_row("sbm", [0.9], 0.5, [], colour="")]
+    rows.append(make_row("fixed", [0.9], 0.7, [], colour="", relative_quartiles=None))  # not measured side by side
+    table = [cell.text for cell in columns(rows, "accuracy", None, busy=busy)[1].cells]
+    assert table == [f"{'≈' if busy else '×'} 1.00", f"{'≈' if busy else '×'} 0.50", "≈ 0.70"]
+    chart = next(each["chart"] for each in costs(rows, "accuracy", busy=busy) if "step" in each["title"])
+    assert all(text in chart for text in table)
 
 
 def test_the_task_and_its_chance_level_are_said(page):

@@ -215,6 +215,13 @@ def test_nan_stays_in_its_row_and_is_not_hidden(name, causal):
     assert torch.equal(out[:2], base[:2]) and out[2].isnan().any()
 
 
+@pytest.mark.parametrize("name", ["routing", "combiner-routing"])
+def test_far_more_clusters_than_tokens(name):
+    module = subquad.attention(f"{name}:clusters=1000000", num_heads=1, head_dim=4)
+    q, k, v = torch.randn(3, 1, 1, 20, 4)
+    assert module(q, k, v).isfinite().all()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast(name):
     module, xs = make(name, dtype=torch.float32), inputs(40, dtype=torch.float32)

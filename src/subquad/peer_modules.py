@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.bench import Setting
+from subquad.core.names import unknown
 
 
 @dataclass(frozen=True)
@@ -262,4 +263,4 @@ def find(name: str) -> Peer:
     for peer in PEERS:
         if peer.name == name:
             return peer
-    raise ValueError(f"no peer is called {name!r}; the peers are {', '.join(peer.name for peer in PEERS)}")
+    raise unknown("peer", name, [peer.name for peer in PEERS])

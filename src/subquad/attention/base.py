@@ -96,6 +96,7 @@ class Attention(nn.Module):
     options: Any
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)  # options that the contract is run with
     gallery: ClassVar[dict[str, Any]] = {}  # options that make a good picture at 64 tokens
+    python_only: ClassVar[str] = ""  # an option that is needed and that no text can give
     picture_note: ClassVar[str] = ""  # what `picture` shows where the real sets depend on the tokens
     exceptions: ClassVar[dict[str, str]] = {}  # checks of the contract that cannot hold, each with its reason
     boundary: ClassVar[str] = ""  # what travels where a sequence is divided among processes; "" = it cannot be

@@ -194,6 +194,7 @@ class Custom(PatternAttention):
     exponent = 2.0
     examples = ({"sets": window_and_relay},)
     gallery = {"sets": butterfly}
+    python_only = "sets"
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):

@@ -103,14 +103,20 @@ def entry_of(name: str) -> Any:
     return _MECHANISMS[name]
 
 
-def check_name(spec: str) -> None:
+def check_name(spec: str, *, used: bool = True) -> None:
     """Refuse a spec, or several with | between, of a mechanism that does not exist or that does not have these options.
 
-    Imports nothing: options are checked as far as the source text of the class tells them.
+    Imports nothing: options are checked as far as the source text of the class tells them. What only Python can give
+    is missing in a spec that is to be used.
     """
     for one in spec.split("|"):
         name, texts = split_spec(one)
         entry = entry_of(name)
+        only = declared(entry, ("python_only",))["python_only"]
+        if only and used:
+            raise ValueError(
+                f"{name}: {only} is needed, which only Python can give: subquad.attention({name!r}, {only}=…)"
+            )
         options = options_class(entry, "Options") if texts and isinstance(entry, str) else None
         if options is not None:
             make(options, name, parse(options, name, texts))

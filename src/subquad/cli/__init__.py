@@ -8,6 +8,7 @@ which command. A module is imported when one of its commands is asked for, and i
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -103,6 +104,10 @@ class Commands(PlainHelp, TyperGroup):
             if "--traceback" in words:
                 raise
             code = complain(describe(error))
+        except (MemoryError, RuntimeError) as error:
+            if "--traceback" in words or not is_out_of_memory(error):
+                raise
+            code = complain(out_of_memory(error))
         if standalone_mode:
             sys.exit(code if isinstance(code, int) else 0)
         return code
@@ -148,6 +153,17 @@ def describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch's allocator of the CPU raises a RuntimeError, that of a GPU a class of its own."""
+    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "allocate memory" in str(error)
+
+
+def out_of_memory(error: Exception) -> str:
+    asked = re.search(r"allocate (\d+) bytes", str(error))
+    needed = f": one tensor would take {int(asked[1]) / 2**30:,.0f} GiB" if asked else ""
+    return f"there is not enough memory{needed}; choose smaller sizes"
 
 
 app = typer.Typer(

@@ -178,7 +178,7 @@ def _ordinary(specs: list[str], lengths: list[int], about: dict[str, Any], repea
 def _peers(names: list[str], lengths: list[int] | None, about: dict[str, Any], repeats: int, json, crossover) -> None:
     from subquad.cli.peers import measure_and_print
 
-    measure_and_print(names, lengths, _setting(about), repeats, json, crossover)
+    measure_and_print(names, lengths, about, repeats, json, crossover)
 
 
 def _decode(specs: list[str], lengths: list[int], about: dict[str, Any], repeats: int, chunk: int, json) -> None:

@@ -160,14 +160,13 @@ def plateau(row: dict[str, Any]) -> str:
 
 
 def relative(row: dict[str, Any], trusted: bool = True) -> str:
-    """× median (quartiles); ≈ where it was not measured side by side, or on a busy machine."""
+    """The time of a step beside the reference's, with its quartiles, as in the report."""
+    from subquad.reports import findings
+
     if row["relative_time"] is None:
         return "–"
-    sign = "×" if trusted and row.get("relative_quartiles") else "≈"
-    if not row.get("relative_quartiles"):
-        return f"{sign} {row['relative_time']:.2f}"
-    low, middle, high = row["relative_quartiles"]
-    return f"{sign} {middle:.2f} ({low:.2f} to {high:.2f})"
+    low, _, high = row.get("relative_quartiles") or (None, None, None)
+    return findings.relative(row, trusted=trusted) + ("" if low is None else f" ({low:.2f} to {high:.2f})")
 
 
 def total(row: dict[str, Any]) -> str:

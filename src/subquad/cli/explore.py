@@ -68,7 +68,7 @@ def explore(
 def _patterns(path: Path, attention: str | None) -> None:
     names = list(available()) if attention is None else split_list(attention)
     for name in names:
-        check_name(name)
+        check_name(name, used=False)  # a pattern of one's own is shown with an example
         if name not in available():
             raise typer.BadParameter(f"--attention takes names without options, not {name!r}: the page has controls")
     from subquad.explorer.page import check_output, render, save

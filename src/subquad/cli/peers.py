@@ -11,6 +11,13 @@ import typer
 from rich.table import Table
 
 from subquad.core.console import err, out
+from subquad.core.names import unknown
+
+NAMES = (
+    "linear", "linear-causal", "performer", "linformer", "nystrom", "reformer", "reformer-causal", "routing",
+    "sinkhorn", "h-transformer-1d", "h-transformer-1d-causal", "local", "local-causal", "nsa", "hf-bigbird",
+    "hf-longformer", "hf-nystromformer", "hf-reformer", "hf-deepseek-hca", "hf-deepseek-csa",
+)  # of peer_modules.PEERS, which imports torch  # fmt: skip
 
 if TYPE_CHECKING:
     from subquad.bench import Setting
@@ -18,13 +25,22 @@ if TYPE_CHECKING:
 
 
 def measure_and_print(
-    names: Sequence[str], lengths: list[int] | None, setting: Setting, repeats: int, json: Path | None, crossover: bool
+    names: Sequence[str],
+    lengths: list[int] | None,
+    about: dict[str, Any],
+    repeats: int,
+    json: Path | None,
+    crossover: bool,
 ) -> None:
-    from subquad.bench import write
-    from subquad.peers import measure_peers, report
-
     if lengths is not None and len(lengths) > 1:
         raise typer.BadParameter(f"--peers takes one length, not {len(lengths)}")
+    for name in names:
+        if name not in NAMES:
+            raise unknown("peer", name, NAMES)
+    from subquad.bench import Setting, write
+    from subquad.peers import measure_peers, report
+
+    setting = Setting(**about)
     before = _rows_of(json, setting)
     console = err()
     rows: list[PeerRow] = []

@@ -11,7 +11,7 @@ from rich.text import Text
 from subquad.cli.analyze import EXTRA, Sets, imported, read_arguments, source_of
 from subquad.cli.plot import Causal
 from subquad.core.console import out
-from subquad.core.numbers import steps_per_unit
+from subquad.core.numbers import check_grid, steps_per_unit
 
 FUNCTIONS = (
     "reverse, sum, mean, product, sort, max, sine, cumsum, first, cummax, wave"  # `theory.functions`; torch-free
@@ -49,14 +49,14 @@ def prove(
     The exit code is 1 if a stage does not hold.
     """
     source, _ = source_of(*read_arguments(spec, context.args), sets, causal)
-    steps_per_unit(delta)  # what is wrong is refused before torch is imported
+    check_grid(n, d, steps_per_unit(delta))  # what is wrong is refused before torch is imported
     if function and ":" not in function and function not in FUNCTIONS.split(", "):
         raise typer.BadParameter(f"--function must be one of {FUNCTIONS}, or module:function, not {function!r}")
     if epsilon is not None and not epsilon > 0:
         raise typer.BadParameter(f"--epsilon must be a number > 0, not {epsilon}")
+    target = imported(function) if function and ":" in function else function
     from subquad.theory import proof
 
-    target = imported(function) if function and ":" in function else function
     result = proof.prove(source, n, d, delta, target, causal=causal)
     rows, theorem, trouble = _measure(result, target, epsilon) if result.holds else ([], None, None)
     holds = result.holds and (theorem is None or theorem.holds)

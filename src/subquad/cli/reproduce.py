@@ -12,7 +12,8 @@ from rich.text import Text
 from subquad.cli.train import Data
 from subquad.core.console import err, out
 from subquad.reproductions import PAPERS, find
-from subquad.reproductions.declare import SCALES, Reproduction, limited
+from subquad.reproductions.declare import SCALES, Reproduction, check_possible, limited
+from subquad.tasks import check_data
 from subquad.training.rates import parse_rates
 from subquad.training.start import check_out
 
@@ -82,12 +83,27 @@ def reproduce(
     chosen = limited(find(name), method or (), column or ())
     bracket = None if rates is None else () if rates == "none" else parse_rates(rates)
     check_out(folder, "--out")
+    check_possible(chosen, recipe)
+    _check_data(chosen, recipe, data)
     from subquad.training.quiet import quiet
 
     quiet()
     from subquad.reproductions.runner import Plan
 
     _run(Plan(chosen, folder, recipe, seeds, bracket, data), results or folder / "results")
+
+
+def _check_data(chosen: Reproduction, recipe: str, data: Path | None) -> None:
+    """Refuse a table if the data of all its columns are missing; if only some are, the others are run."""
+    missing = []
+    for column in chosen.columns if chosen.kind == "trained" else ():
+        name, settings = column.scale(recipe)
+        try:
+            check_data(column.task, data, settings, name)
+        except FileNotFoundError as error:
+            missing.append(f"{column.name}: {error}")
+    if missing and len(missing) == len(chosen.columns):
+        raise FileNotFoundError("; ".join(missing))
 
 
 def _list() -> None:

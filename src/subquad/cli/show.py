@@ -34,7 +34,7 @@ def show(
     png: Annotated[Path | None, typer.Option(help="Draw the picture into this file instead of the terminal.")] = None,
 ) -> None:
     """Explain a mechanism: what it is, its options, its cost, and who attends to whom."""
-    check_name(spec)
+    check_name(spec, used=False)
     check_direction(spec, causal)
     check_picture(png, "--png")
     from subquad.plots import draw_support, panels, save, tally

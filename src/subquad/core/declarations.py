@@ -59,7 +59,9 @@ def attributes(definition: ast.ClassDef | ast.Module) -> Iterator[tuple[str, ast
                 if isinstance(target, ast.Name):
                     yield target.id, node.value
                 elif isinstance(target, ast.Tuple):
-                    yield from ((part.id, None) for part in target.elts if isinstance(part, ast.Name))
+                    given = node.value.elts if isinstance(node.value, ast.Tuple) else []
+                    values = given if len(given) == len(target.elts) else [None] * len(target.elts)
+                    yield from ((x.id, y) for x, y in zip(target.elts, values, strict=True) if isinstance(x, ast.Name))
 
 
 def _value(module: str, node: ast.expr | None) -> Any:

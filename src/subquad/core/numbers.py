@@ -30,6 +30,23 @@ def steps_per_unit(delta: Fraction | float | str) -> int:
     return exact.denominator
 
 
+LARGEST_GRID = 4000  # columns that a proof is verified on: the value map has a layer for each of them
+
+
+def check_grid(n: int, d: int, m: int) -> None:
+    """Refuse a grid of n/δ^(dn) columns that is too large, δ = 1/m."""
+    if d < 1:
+        raise ValueError(f"d must be an integer ≥ 1, not {d}")
+    digits = math.log10(n) + d * n * math.log10(m)  # the number itself may have millions of digits
+    if digits < 6 and n * m ** (d * n) <= LARGEST_GRID:
+        return
+    columns = f"{n * m ** (d * n):,}" if digits < 6 else f"about 10^{digits:.0f}"
+    raise ValueError(
+        f"n = {n}, d = {d}, delta = 1/{m}: the grid has n/δ^(dn) = {columns} columns, and at most {LARGEST_GRID:,} can "
+        "be verified: choose a smaller n or d, or a larger delta"
+    )
+
+
 def is_symbolic(n: int) -> bool:
     """Does a length stand for any length, as `torch.export` traces one that it is told is dynamic?"""
     return not isinstance(n, int)

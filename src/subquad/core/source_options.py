@@ -1,7 +1,7 @@
 """Classes of options made from source text: a wrong option is refused at once, before torch is imported.
 
-Only the fields are read, with their types, ranges and defaults. What a class checks beyond them (two options that
-exclude each other) is found when the real class is used.
+The fields are read, with their types, ranges and defaults, and the methods named `check_task`. What a class checks
+beyond them (two options that exclude each other) is found when the real class is used.
 """
 
 from __future__ import annotations
@@ -106,7 +106,11 @@ def _make(module: str, node: ast.ClassDef) -> type[Checked]:
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None
     ]
-    return dataclasses.make_dataclass(node.name, fields, bases=bases, frozen=True, kw_only=True)
+    methods: dict[str, Any] = {}
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef) and part.name == "check_task":
+            exec(compile(ast.Module([part], []), module, "exec"), Names(module), methods)
+    return dataclasses.make_dataclass(node.name, fields, bases=bases, namespace=methods, frozen=True, kw_only=True)
 
 
 def _evaluate(module: str, node: ast.expr) -> Any:

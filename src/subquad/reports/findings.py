@@ -212,10 +212,15 @@ def cards(rows: Sequence[Row], found: Findings | None) -> list[Card]:
     fast, trade = found.fastest, found.trade
     value = element("span", f"{found.metric} {score(fast)}", class_="whole")
     detail = Markup("the time per step of {}; {}").format(name(reference(rows)), value)
-    made.append(Card("Fastest", fast, f"× {fast['relative_time']:.2f}", detail))
+    made.append(Card("Fastest", fast, relative(fast), detail))
     near = f"the fastest within {100 * CLOSE:.0f} % of the best {found.metric}, or within the spread of the seeds"
-    shown = f"{number(trade['mean'])} at × {trade['relative_time']:.2f}"
+    shown = f"{number(trade['mean'])} at {relative(trade)}"
     return [*made, Card("Best trade", trade, shown, Markup("{}").format(near))]
+
+
+def relative(row: Row, *, trusted: bool = True) -> str:
+    """The time of a step: × 0.50; ≈ 0.50 where it was not measured side by side, or on a busy machine."""
+    return f"{'×' if trusted and row.get('relative_quartiles') else '≈'} {row['relative_time']:.2f}"
 
 
 def caution(rows: Sequence[Row], busy: str | None = None) -> str:

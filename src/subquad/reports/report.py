@@ -136,10 +136,10 @@ def columns(rows: Sequence[Row], metric: str, found: findings.Findings | None, *
     """The table, column by column. Of the metric all that are level with the best are marked, if they beat guessing; of
     the time none if times are not to be trusted.
     """
-    sign = "≈" if busy else "×"
+    shown = partial(findings.relative, trusted=not busy)
     made = [
         column(rows, metric, "mean", scored, mark=False),
-        column(rows, "relative time", "relative_time", lambda row: f"{sign} {row['relative_time']:.2f}", mark=not busy),
+        column(rows, "relative time", "relative_time", shown, mark=not busy),
         column(rows, "training time", "total_seconds", lambda row: duration(row["total_seconds"]), mark=False),
         column(rows, "peak memory", "memory", lambda row: mebibytes(row["memory"])),
         column(rows, "parameters", "parameters", lambda row: f"{row['parameters']:,}"),
@@ -200,7 +200,7 @@ def costs(rows: Sequence[Row], metric: str, *, busy: bool = False) -> list[dict[
         for row in findings.finished(timed)
     ]
     times = [
-        charts.Bar(row["attention"], row["colour"], row["relative_time"], f"× {row['relative_time']:.2f}")
+        charts.Bar(row["attention"], row["colour"], row["relative_time"], findings.relative(row, trusted=not busy))
         for row in timed
     ]
     memory = [
@@ -220,7 +220,7 @@ def costs(rows: Sequence[Row], metric: str, *, busy: bool = False) -> list[dict[
         },
         {
             "title": "Peak memory",
-            "note": "of training, beyond the loaded data",
+            "note": "of training, beyond the loaded program and data",
             "chart": charts.bar_chart(memory, label="peak memory") if memory else "",
         },
     ]

@@ -115,6 +115,17 @@ class Reproduction:
         return self.larger_is_better if column.larger_is_better is None else column.larger_is_better
 
 
+def check_possible(reproduction: Reproduction, scale: str) -> None:
+    """Refuse what cannot be run at this scale."""
+    if scale == "small" and reproduction.too_big:
+        raise ValueError(
+            f"{reproduction.key} is not reproducible at this size: {reproduction.too_big}; "
+            "--recipe paper is the real one"
+        )
+    if reproduction.kind == "stated":
+        raise ValueError(f"{reproduction.key} has nothing to run: {reproduction.differs}")
+
+
 def lra(percent: float = 100.0, recipe: str = "paper") -> tuple[Column, ...]:
     """The five tasks of the Long Range Arena, in the order of the papers."""
     tasks = {"ListOps": "listops", "Text": "text", "Retrieval": "retrieval", "Image": "image"}

@@ -18,7 +18,7 @@ from typing import Any
 from subquad.attention.registry import check_name
 from subquad.core.files import write_atomically
 from subquad.reproductions import REPRODUCTIONS, verdict
-from subquad.reproductions.declare import Column, Method, Reproduction
+from subquad.reproductions.declare import Column, Method, Reproduction, check_possible
 from subquad.reproductions.measures import Ask
 from subquad.training import log
 from subquad.training.compare import Comparison, check_attentions, check_data, compare, prepare
@@ -93,13 +93,7 @@ def absent(method: Method) -> bool:
 def reproduce(plan: Plan, tell: Tell = lambda text: None) -> dict[str, Any]:
     """Run what has not been run; what result.json holds."""
     reproduction = plan.reproduction
-    if plan.scale == "small" and reproduction.too_big:
-        raise ValueError(
-            f"{reproduction.key} is not reproducible at this size: {reproduction.too_big}; "
-            "--recipe paper is the real one"
-        )
-    if reproduction.kind == "stated":
-        raise ValueError(f"{reproduction.key} has nothing to run: {reproduction.differs}")
+    check_possible(reproduction, plan.scale)
     if reproduction.kind == "drawn":
         return drawn(plan)
     if reproduction.kind == "measured":

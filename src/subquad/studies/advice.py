@@ -16,9 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from subquad import bench
 from subquad.advice.costs import Costs, Size, exponent
@@ -211,13 +209,7 @@ def tally(rows: Sequence[Compared]) -> str:
 
 
 def show(
-    path: Annotated[Path, typer.Option("--json", help="File that keeps the measurements.")] = Path("advice.json"),
-    write: Annotated[Path | None, typer.Option(help="Bring the table in this Markdown file up to date.")] = None,
-    minutes: Annotated[float, typer.Option(help="Stop after about this many minutes.")] = math.inf,
-    times: Annotated[bool, typer.Option("--time/--no-time", help="Measure times, on an idle machine.")] = True,
-    memory: Annotated[bool, typer.Option(help="Measure memory.")] = True,
-    seed: Annotated[int, typer.Option(help="Seed that the layers are drawn with.")] = SEED,
-    measured: Annotated[bool, typer.Option("--measured", help="Measure nothing, only print the table.")] = False,
+    path: Path, write: Sequence[Path], minutes: float, times: bool, memory: bool, seed: int, measured: bool
 ) -> None:
     """Compare the predictions of `subquad advise` with measurements of ten layers outside any calibration.
 
@@ -232,11 +224,6 @@ def show(
         print("without a calibration of this machine (`subquad calibrate`): predictions are for another one")
     compare(held, path, lambda causal: models[causal][0])
     print(table(json.loads(path.read_text())))
-    if write is not None:
-        tables.update(write, path.parent)
-        print(f"table: {write}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study advice`."""
-    app.command("advice")(show)
+    for each in write:
+        tables.update(each, path.parent)
+        print(f"table: {each}")

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.attention.registry import attention
@@ -137,15 +136,8 @@ def draw(rows: Sequence[Row], path: Path | str) -> Path:
     return path
 
 
-def show(
-    causal: Annotated[bool, typer.Option(help="Causal or bidirectional attention.")] = True,
-    heads: Annotated[int, typer.Option(help="Number of heads of width 64.")] = 2,
-    longest: Annotated[int, typer.Option(help="Lengths from 1024 up to here.")] = 65536,
-    png: Annotated[str, typer.Option(help="File for the plot.")] = "combiner-cost.png",
-) -> None:
+def show(causal: bool, heads: int, longest: int, png: Path) -> None:
     """Operations and memory of every Combiner plan over n, against the declared exponent: a table and a plot."""
-    if heads < 1 or longest < 2 * LENGTHS[0]:
-        raise ValueError(f"heads must be ≥ 1 and longest ≥ {2 * LENGTHS[0]}, not heads={heads}, longest={longest}")
     lengths = [n for n in LENGTHS if n < longest] + [longest]
 
     def report(row: Row) -> None:
@@ -155,8 +147,3 @@ def show(
     rows = run(lengths, causal=causal, heads=heads, report=report)
     print(table(rows))
     print(f"drawn: {draw(rows, png)}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study combiner-cost`."""
-    app.command("combiner-cost")(show)

@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
 from subquad import hf
 from subquad.core.console import err, out
 from subquad.core.files import write_atomically
 from subquad.core.memory import peak, reset_peak
-from subquad.core.numbers import parse_lengths
 from subquad.hf import texts
 from subquad.hf.caching import cache_bytes
 from subquad.hf.loading import load
@@ -39,27 +37,17 @@ BEYOND = NEAR + SPAN  # no token before this place sees a summary
 DEPTHS = (0.1, 0.3, 0.5, 0.7)
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command("conversion", epilog="Example: subquad study conversion model.gguf --text book.txt --out out/demo")(
-        conversion
-    )
-
-
-def conversion(
-    model: Annotated[Path, typer.Argument(help="Folder of a transformers language model, or a .gguf file.")],
-    text: Annotated[str, typer.Option(help="Comma-separated text files; the part behind --start is read.")],
-    folder: Annotated[Path, typer.Option("--out", help="Folder for the page and its numbers.")] = Path("out/demo"),
-    attention: Annotated[
-        list[str] | None, typer.Option("--attention", help="SPEC of a conversion; may be repeated.")
-    ] = None,
-    adapted: Annotated[
-        list[Path] | None, typer.Option(help="Folder of an adapted model, measured too; may be repeated.")
-    ] = None,
-    n: Annotated[int, typer.Option(min=2, help="Tokens of each text.")] = 2048,
-    start: Annotated[int, typer.Option(min=0, help="Character at which to begin.")] = 20000,
-    speed: Annotated[str, typer.Option(help="Comma-separated lengths of prompts whose speed is measured.")] = "4096",
-    hidden: Annotated[int, typer.Option(min=0, help="Tokens of a text with a hidden number; 0 = none.")] = 1024,
-    tries: Annotated[int, typer.Option(min=1, help="Numbers hidden at each depth.")] = 2,
+def show(
+    model: Path,
+    books: dict[str, str],
+    folder: Path,
+    specs: list[str],
+    adapted: list[Path],
+    n: int,
+    start: int,
+    lengths: list[int],
+    hidden: int,
+    tries: int,
 ) -> None:
     """Convert a pretrained model and compare it with the original: losses, speed, cache, hidden numbers.
 
@@ -69,18 +57,14 @@ def conversion(
 
     quiet()
     found, tokenizer = load(model)
-    specs = list(attention or default_specs(found))
+    specs = specs or default_specs(found)
     kept = Measurements(folder / "conversion.json", model.name)
-    ids = {}
-    for name in text.split(","):
-        path = Path(name.strip())
-        ids[path.stem] = texts.window(texts.read(path), tokenizer, n, start)
-    lengths = parse_lengths(speed, "--speed", "2048,8192") if speed.strip() else []
-    source = texts.read(Path(text.split(",")[0].strip()))
-    for one, label in variants(found, specs, adapted or []):
+    ids = {name: texts.window(text, tokenizer, n, start) for name, text in books.items()}
+    first = next(iter(books.values()))
+    for one, label in variants(found, specs, adapted):
         measure_losses(kept, one, label, ids)
         if label == specs[-1] or label.startswith(ADAPTED):
-            measure_speeds(kept, one, label, [texts.window(source, tokenizer, length, start) for length in lengths])
+            measure_speeds(kept, one, label, [texts.window(first, tokenizer, length, start) for length in lengths])
         if hidden:
             measure_passkeys(kept, one, label, tokenizer, hidden, tries)
     write_atomically(folder / "conversion.md", page(kept.data))

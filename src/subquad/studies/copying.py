@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 PATTERNS = ("full", "strided:w=8", "fixed:w=8")
 
@@ -32,11 +29,7 @@ def accuracies(out: Path, steps: int, depths: tuple[int, ...], patterns: tuple[s
             yield table
 
 
-def show(
-    out: Annotated[Path, typer.Option(help="Folder of the runs; finished ones are kept.")] = Path("out/copying"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 1000,
-    depth: Annotated[int, typer.Option(min=1, help="Largest number of layers.")] = 3,
-) -> None:
+def show(out: Path, steps: int, depth: int) -> None:
     """Accuracy on the copying task for 1, 2, … layers of full, STRIDED and FIXED attention (table 1 of Yun et al.)."""
     from subquad.core.console import out as console
     from subquad.training.quiet import quiet
@@ -49,8 +42,3 @@ def show(
     for pattern, row in table.items():
         numbers = "  ".join(f"{layers} layers {100 * accuracy:5.1f} %" for layers, accuracy in row.items())
         console().print(f"{pattern:<12} {numbers}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study copying`."""
-    app.command("copying")(show)

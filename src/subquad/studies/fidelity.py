@@ -199,13 +199,8 @@ def draw(rows: Sequence[Row], path: Path | str) -> Path:
     return path
 
 
-def main(n: int = 256, causal: bool = True, steps: int = 150, png: str = "fidelity.png", seed: int = 0) -> None:
+def show(n: int, causal: bool, steps: int, png: Path, seed: int) -> None:
     """How close the weights of Combiner are to full attention, every plan at equal cost: a table and a plot."""
     rows = run(n, causal=causal, steps=steps, seed=seed)
     print(table(rows))
     print(f"drawn: {draw(rows, png)}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study fidelity`."""
-    app.command("fidelity")(main)

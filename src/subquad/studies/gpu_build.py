@@ -17,12 +17,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from subquad.core.console import err, out
-from subquad.core.numbers import parse_lengths
 from subquad.kernels import builds
 from subquad.kernels.builds import KINDS
 
@@ -68,27 +65,13 @@ class Build:
     source: str  # what it was compiled from, hashed
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command("gpu-build", epilog="Example: subquad study gpu-build --targets sm_90 --widths 64")(gpu_build)
-
-
-def gpu_build(
-    targets: Annotated[str, typer.Option(help="GPUs to build for, comma-separated.")] = ",".join(TARGETS),
-    dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float16,bfloat16,float32,TF32",
-    widths: Annotated[str, typer.Option(help="Head widths, comma-separated.")] = "64,128",
-    kernels: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
-    json_: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file, and keep those that it has.")
-    ] = None,
-) -> None:
+def show(targets: list[str], kinds: list[str], widths: list[int], kernels: str, json_: Path | None) -> None:
     """Compile the Triton kernels for GPUs ahead of time and show what they use; no GPU is needed."""
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ValueError("TRITON_INTERPRET is set: kernels are interpreted then, not compiled; unset it")
-    wanted = [_known(name, TARGETS, "targets") for name in targets.split(",")]
-    kinds = [_known(name, KINDS, "dtypes") for name in dtypes.split(",")]
     known = {} if json_ is None or not json_.exists() else {(r.target, r.source): r for r in read(json_)}
     rows: list[Build] = []
-    for job in jobs(kinds, parse_lengths(widths, "--widths", "64,128"), wanted):
+    for job in jobs(kinds, widths, targets):
         if kernels in job.kernel:
             place = (job.target, job.source)
             if place not in known:
@@ -102,12 +85,6 @@ def gpu_build(
 
 def read(path: Path) -> list[Build]:
     return [Build(**row) for row in json.loads(path.read_text())]
-
-
-def _known(name: str, known: dict[str, Any], what: str) -> str:
-    if name not in known:
-        raise ValueError(f"{what}: {name!r} is not known; choose among {', '.join(known)}")
-    return name
 
 
 @dataclass(frozen=True)
@@ -240,7 +217,3 @@ def _table(rows: list[Build]) -> str:
     for about, cells in found.items():
         lines.append("| " + " | ".join([*map(str, about), *(cells.get(target, "–") for target in targets)]) + " |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    typer.run(gpu_build)

@@ -11,12 +11,9 @@ stand in the table's heading.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from subquad.core.console import out
-from subquad.core.numbers import parse_lengths
 
 FLASH = 0.6  # of the peak: FlashAttention-2 reports 50 to 73 % on A100, assumed for all GPUs
 MERGE = 0.3  # of the peak: assumed, half of it, because rules are evaluated and runs of keys are short
@@ -34,19 +31,10 @@ class Gpu:
 GPUS = {"A100": Gpu(312e12, 2.039e12), "H100": Gpu(989e12, 3.35e12), "B200": Gpu(2250e12, 7.7e12)}
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command("gpu-time", epilog="Example: subquad study gpu-time combiner-fixed longformer:window=256")(gpu_time)
-
-
-def gpu_time(
-    specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Mechanisms on plans.")] = None,
-    n: Annotated[str, typer.Option("--n", help="Sequence lengths, comma-separated.")] = "8192,32768,131072",
-    heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 16,
-    head_dim: Annotated[int, typer.Option(min=1, max=256, help="Width of a head.")] = 64,
-) -> None:
+def show(specs: list[str], lengths: list[int], heads: int, head_dim: int) -> None:
     """Predict the forward time of causal attention on GPUs from a model. Nothing here is measured."""
     wanted = specs or ["combiner-fixed", "combiner-window:span=64,window=256", "longformer:window=512", "fixed"]
-    out().print(markdown(wanted, parse_lengths(n), heads, head_dim), markup=False, soft_wrap=True)
+    out().print(markdown(wanted, lengths, heads, head_dim), markup=False, soft_wrap=True)
 
 
 def markdown(specs: list[str], lengths: list[int], heads: int, width: int) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import typer
 
 from subquad.tasks.contours import picture
 
@@ -34,16 +32,3 @@ def draw_sheet(path: Path | str, kinds: Sequence[tuple[int, int, int]] = KINDS, 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path
-
-
-def show(
-    png: Annotated[str, typer.Option(help="File for the sheet.")] = "pathfinder.png",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the pictures.")] = 0,
-) -> None:
-    """Pictures of the task pathfinder, joined and not, of several sizes, on one sheet."""
-    print(f"drawn: {draw_sheet(png, seed=seed)}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study pathfinder-sheet`."""
-    app.command("pathfinder-sheet")(show)

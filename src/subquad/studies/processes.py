@@ -14,9 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from subquad import bench
 from subquad.bench import FULL, Setting
@@ -147,24 +145,8 @@ SHOWN: dict[str, Callable[[dict[str, Any], Sequence[str]], str]] = {
 }
 
 
-def show(
-    path: Annotated[Path, typer.Option("--json", help="File that keeps the results.")] = Path("processes.json"),
-    write: Annotated[
-        list[Path] | None, typer.Option("--write", help="Bring the tables in this Markdown file up to date.")
-    ] = None,
-    parts: Annotated[str, typer.Option(help="What to count or measure, comma-separated.")] = "sent,memory,times",
-    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of the times; their median is shown.")] = 4,
-) -> None:
+def show(path: Path, write: Sequence[Path], parts: Sequence[str], rounds: int) -> None:
     """Bytes, memory and time of one sequence that is divided among processes. Times need a quiet machine."""
-    wanted = parts.split(",") if parts else []
-    for part in wanted:
-        if part not in PARTS:
-            raise ValueError(f"--parts: {part!r} is not known; choose among {', '.join(PARTS)}")
-    run(path, wanted, rounds)
-    for each in write or ():
+    run(path, parts, rounds)
+    for each in write:
         tables.update(each, path.parent)
-
-
-def add_to(app: typer.Typer) -> None:
-    """The command `subquad study processes`."""
-    app.command("processes")(show)

@@ -7,12 +7,10 @@ loss and density over the steps. Runs are kept in a folder and resumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 
 def results(
@@ -56,32 +54,15 @@ def draw_training(out: Path, attentions: Iterable[str]) -> Path:
     return path
 
 
-def show(
-    out: Annotated[Path, typer.Option(help="Folder of the runs; finished ones are kept.")] = Path(
-        "out/repeated-tokens"
-    ),
-    attention: Annotated[str, typer.Option(help="Mechanisms with their options, comma-separated.")] = "full,sbm",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the runs.")] = 0,
-) -> None:
+def show(out: Path, names: list[str], settings: Sequence[str], seed: int) -> None:
     """SBM learns to use full attention where the task needs it (SBM-Transformer, section 5.1): loss and density over
     the steps. Run the same command again to resume.
     """
     from subquad.core.console import out as console
-    from subquad.core.options import split_list
     from subquad.training.quiet import quiet
 
     quiet()
-    names = split_list(attention)
-    for name, result in results(out, names, tuple(settings or ()), seed).items():
+    for name, result in results(out, names, tuple(settings), seed).items():
         density = fmean(result["density"][0]) if result["density"] else 1.0
         console().print(f"{name}: accuracy {result['test']['accuracy']:.4f}, density {density:.2f}")
     console().print(f"drawn: {draw_training(out, names)}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study repeated-tokens`."""
-    app.command("repeated-tokens")(show)

@@ -17,10 +17,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
-import typer
 
 from subquad.attention.base import Record
 from subquad.attention.registry import attention
@@ -117,12 +116,7 @@ def draw_cost(records: Sequence[dict[str, Any]], path: Path | str) -> Path:
     return path
 
 
-def show(
-    png: Annotated[Path, typer.Option(help="File for the plot.")] = Path("sbm-cost.png"),
-    degree: Annotated[float, typer.Option(min=1, help="Expected number of edges of a query.")] = 64,
-    longest: Annotated[int, typer.Option(min=2 * LENGTHS[0], help="Lengths from 1024 up to here.")] = LENGTHS[-1],
-    repeats: Annotated[int, typer.Option(min=1, help="Number of steps; the fastest counts.")] = 3,
-) -> None:
+def show(png: Path, degree: float, longest: int, repeats: int) -> None:
     """Time and memory of SBM attention at a constant number of edges per query: a table and a plot."""
     records = run([n for n in LENGTHS if n <= longest], degree, repeats)
     print(f"{'n':>7} {'edges':>10} {'seconds':>9} {'ns/edge':>8} {'MiB':>7} {'B/edge':>7} path")
@@ -131,11 +125,6 @@ def show(
         print(f"{r['n']:>7} {r['edges']:>10} {time_} {memory} {r['bytes'] / r['edges']:>7.0f} {r['path']}")
     print("slopes: " + ", ".join(f"{key} {exponent(records, key):.2f}" for key in ("edges", "seconds", "bytes")))
     print(f"drawn: {draw_cost(records, png)}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study sbm-cost`."""
-    app.command("sbm-cost")(show)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
-import typer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -260,19 +259,3 @@ def draw_trained(model: nn.Module, path: Path, length: int = 32, seed: int = 1) 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path, float(right)
-
-
-def show(
-    png: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("sbm-trained.png"),
-    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 1000,
-    penalty: Annotated[float, typer.Option(min=0, help="λ of the density loss, in the second half.")] = 0.02,
-    seed: Annotated[int, typer.Option(min=0, help="Of the model and the data.")] = 0,
-) -> None:
-    """Train a small encoder with SBM attention and draw the masks and densities of its heads."""
-    path, accuracy = draw_trained(train_small(steps=steps, penalty=penalty, seed=seed), png)
-    print(f"accuracy {accuracy:.3f}\ndrawn: {path}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study sbm-pictures`."""
-    app.command("sbm-pictures")(show)

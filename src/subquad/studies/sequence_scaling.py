@@ -9,9 +9,7 @@ predicted, not measured.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
-
-import typer
+from typing import NamedTuple
 
 from subquad.attention.registry import for_length
 from subquad.bench import Setting
@@ -61,11 +59,7 @@ def busiest_pairs(spec: str, n: int, processes: int, setting: Setting) -> float:
     return main + (rows[1] - rows[0]) * len(group_sets)  # and each token once in every summary
 
 
-def show(
-    n: Annotated[int, typer.Option(min=1024, help="Length of the sequence.")] = 1 << 20,
-    heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 32,
-    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
-) -> None:
+def show(n: int, heads: int, head_dim: int) -> None:
     """Predict the time of one causal layer on 8, 64 and 512 GPUs from a model. Nothing here is measured."""
     setting = Setting(heads=heads, head_dim=head_dim, causal=True, backward=True)
     print(f"predicted, not measured: n = {n:,}, {heads} heads × {head_dim}, causal, bfloat16, forward and backward")
@@ -75,8 +69,3 @@ def show(
             time = predict(spec, n, processes, setting)
             shown = f"{1e3 * time.compute:>9.2f} ms {1e3 * time.communicate:>9.2f} ms {time.efficiency:>10.0%}"
             print(f"{spec:<16} {processes:>5} {shown}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study sequence-scaling`."""
-    app.command("sequence-scaling")(show)

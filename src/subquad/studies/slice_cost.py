@@ -12,9 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 
 def slice_cost(n: int, slice_length: int, extension: float = 1.0) -> float:
@@ -67,7 +64,7 @@ def draw_slice_cost(
     return path
 
 
-def show(png: Annotated[str, typer.Option(help="File for the plot.")] = "slice-cost.png") -> None:
+def show(png: Path) -> None:
     """Cost of slices against linear attentions (Composite Slice, section A.4): a table and a plot."""
     print(f"{'N':>7} {'best L':>7} {'full / slices':>14} {'linear M=128 / slices':>22}")
     for n in (1024, 4096, 16384, 65536):
@@ -75,8 +72,3 @@ def show(png: Annotated[str, typer.Option(help="File for the plot.")] = "slice-c
         cost = slice_cost(n, round(best))
         print(f"{n:>7} {best:>7.1f} {n * n / cost:>14.1f} {linear_cost(n, 128) / cost:>22.1f}")
     print(f"drawn: {draw_slice_cost(png)}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study slice-cost`."""
-    app.command("slice-cost")(show)

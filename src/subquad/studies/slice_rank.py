@@ -25,11 +25,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from torch import Tensor
 
 EPSILONS = (1e-1, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10)
@@ -257,11 +256,7 @@ def table(result: dict) -> list[str]:
     return lines
 
 
-def show(
-    png: Annotated[str, typer.Option(help="Where the plot goes.")] = "slice-rank.png",
-    seeds: Annotated[int, typer.Option(min=1, help="Random inputs and weights to average over.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
-) -> None:
+def show(png: Path, seeds: int, as_json: bool) -> None:
     """Propositions 1 and 2 of Composite Slice (appendix A.5): degrees, ranks and entropies, a table and a plot."""
     result = study(seeds)
     path = draw(result, png)
@@ -270,8 +265,3 @@ def show(
         return
     print("\n".join(table(result)))
     print(f"drawn: {path}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study slice-rank`."""
-    app.command("slice-rank")(show)

@@ -20,9 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import typer
+from typing import Any, NamedTuple
 
 import subquad.bench_model  # noqa: F401  adds the level
 from subquad import bench
@@ -170,16 +168,7 @@ def _shared(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(
-    path: Annotated[Path, typer.Option("--json", help="File that keeps the results.")] = Path("speed.json"),
-    write: Annotated[
-        list[Path] | None, typer.Option("--write", help="Bring the tables in this Markdown file up to date.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(help="Stop after about this many minutes.")] = math.inf,
-    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the best time counts.")] = 3,
-    comparison: Annotated[
-        Path | None, typer.Option(help="Keep the results of this comparison.json beside the others, as run.json.")
-    ] = None,
-    measured: Annotated[bool, typer.Option("--measured", help="Measure nothing, only write the tables.")] = False,
+    path: Path, write: Sequence[Path], minutes: float, repeats: int, comparison: Path | None, measured: bool
 ) -> None:
     """Time and memory of every mechanism over the length, and the length from which it is faster than full attention.
 
@@ -191,11 +180,6 @@ def show(
         print(f"results: {path} ({left})")
     if comparison is not None:
         tables.keep_comparison(comparison, path.parent)
-    for each in write or ():
+    for each in write:
         tables.update(each, path.parent)
         print(f"tables: {each}")
-
-
-def add_to(app) -> None:
-    """The command `subquad study speed`."""
-    app.command("speed")(show)

@@ -116,7 +116,10 @@ def check_data(name: str, data: Path | None, settings: Iterable[str] = (), recip
         raise FileNotFoundError(f"--data: the folder {data} does not exist")
     entry, chosen = _TASKS[name], _recipe(name, settings, recipe)
     source = _held(entry, "sources", getattr(chosen, "source", ""))
-    if source is not None and getattr(chosen, "path", None) is None:
+    path = getattr(chosen, "path", None)
+    if path is not None and not Path(path).exists():
+        raise FileNotFoundError(f"--set path: {path} does not exist")
+    if source is not None and path is None:
         source.check_folder(data)
 
 
@@ -142,5 +145,4 @@ def task(name: str, recipe: str = "small", settings: tuple[str, ...] = (), data:
     if recipe not in cls.recipes:
         raise unknown(f"recipe of {name}", recipe, cls.recipes)
     chosen = cls.recipes[recipe].changed(name, settings)
-    chosen.check()
     return cls(chosen, data, seed)

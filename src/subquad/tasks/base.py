@@ -37,6 +37,7 @@ class Task:
     recipes: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, recipe: Recipe, data: Path | None = None, seed: int = 0) -> None:
+        recipe.check()
         self.recipe: Any = recipe
         self.data = data  # the directory of data sets
         self.seed = seed  # of generated data and of drawn splits

@@ -27,11 +27,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.core.options import option
-from subquad.data import subwords
 from subquad.data.corpus import Corpus, Document, signature, tokenised
 from subquad.data.datasets import PackedDocuments, Windows
 from subquad.data.files import Source, decoded, members, read_lines
-from subquad.data.subwords import cached_tokenizer
+from subquad.data.subwords import PAD, cached_tokenizer
 from subquad.tasks.base import Example, Splits
 from subquad.tasks.bytes import PG19
 from subquad.tasks.language import entropy
@@ -39,7 +38,7 @@ from subquad.tasks.recipe import Recipe
 from subquad.tasks.tokenized import TokenizedTask
 
 BEGIN, END = "<s>", "</s>"
-SPECIALS = (subwords.PAD, BEGIN, END)
+SPECIALS = (PAD, BEGIN, END)
 BLOCK = 1 << 16  # characters of a book that are encoded together
 SAMPLE, SHARE = 10_000_000, 1_000_000  # characters that the tokenizer is trained on, and of one document
 LM1B = Source(
@@ -69,6 +68,12 @@ class BooksRecipe(Recipe):
     subwords: int = option(32_000, "tokens in the vocabulary", ge=256 + len(SPECIALS))
     stride: int | None = option(None, "step of the windows of an evaluation; None = length - 1, no overlap", ge=1)
     pack: bool = option(False, "fill windows with whole documents that do not see each other, in place of a stride")
+
+    def check_task(self) -> None:
+        if (self.source == "folder") != (self.path is not None):
+            raise ValueError(f"path must be given with source=folder, and only then (source={self.source})")
+        if self.length < 2:
+            raise ValueError(f"length must be ≥ 2, not {self.length}")
 
 
 @dataclass(frozen=True)
@@ -121,10 +126,6 @@ class Books(TokenizedTask):
 
     def load(self) -> Splits:
         r = self.recipe
-        if (r.source == "folder") != (r.path is not None):
-            raise ValueError(f"{self.name}: path must be given with source=folder, and only then (source={r.source})")
-        if r.length < 2:
-            raise ValueError(f"{self.name}: length must be ≥ 2, not {r.length}")
         parts = self.texts()
         if not self.has_tokenizer:
             self.tokenizer = cached_tokenizer(sample(parts[0].documents()), r.subwords, SPECIALS)

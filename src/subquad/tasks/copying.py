@@ -26,6 +26,10 @@ from subquad.tasks.recipe import Recipe
 class CopyingRecipe(Recipe):
     symbols: int = option(128, "different symbols", ge=2)
 
+    def check_task(self) -> None:
+        if self.length % 2 or self.length < 4:
+            raise ValueError(f"length must be even and ≥ 4 (0s0s), not {self.length}")
+
 
 SMALL = CopyingRecipe(
     length=64, symbols=16, width=64, layers=2, heads=4, feedforward=128, mlp="last", initial=0.125, steps=1500,
@@ -46,8 +50,6 @@ class Copying(Task):
 
     def load(self) -> Splits:
         r = self.recipe
-        if r.length % 2 or r.length < 4:
-            raise ValueError(f"{self.name}: length must be even and ≥ 4 (0s0s), not {r.length}")
         sizes = (r.train_size or r.steps * r.batch, r.eval_size or 10_000, r.eval_size or 10_000)
         return generated_splits(self.make, sizes, self.seed)
 

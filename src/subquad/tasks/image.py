@@ -48,6 +48,13 @@ class ImageRecipe(Recipe):
     colour: Literal["gray", "rgb"] = option("gray", "one value a pixel, or three (CIFAR-10; needs length=3072)")
     valid: int = option(1000, "training pictures set aside for validation, drawn by seed", ge=1)
 
+    def check_task(self) -> None:
+        if (self.source, self.colour) not in POSITIONS:
+            raise ValueError(f"colour must be gray for {self.source}, not {self.colour}")
+        positions = POSITIONS[self.source, self.colour]
+        if positions > self.length:
+            raise ValueError(f"a {self.colour} picture of {self.source} has {positions} positions: set length to that")
+
 
 class Image(ArenaTask):
     """Recipe `paper`: Table 7 of the SBM paper (column IMAGE), 5000 pictures for validation as in the Arena.
@@ -76,9 +83,6 @@ class Image(ArenaTask):
 
     def load(self) -> Splits:
         r = self.recipe
-        positions = self.positions()
-        if positions > r.length:
-            raise ValueError(f"image: a {r.colour} picture of {r.source} has {positions} positions: set length to that")
         read = read_cifar10 if r.source == "cifar10" else read_mnist
         train, test = (self._examples(*read(self.data, part)) for part in ("train", "test"))
         return with_validation(train, test, r.valid, self.seed, train_size=r.train_size, eval_size=r.eval_size)
@@ -89,10 +93,7 @@ class Image(ArenaTask):
         return Examples(list(pictures), labels.tolist())
 
     def positions(self) -> int:
-        r = self.recipe
-        if (r.source, r.colour) not in POSITIONS:
-            raise ValueError(f"image: colour must be gray for {r.source}, not {r.colour}")
-        return POSITIONS[r.source, r.colour]
+        return POSITIONS[self.recipe.source, self.recipe.colour]
 
     def vocabulary(self) -> dict[str, Any]:
         return {"vocab_size": 256, "num_labels": 10, "cols": self.positions() // ROWS[self.recipe.source]}

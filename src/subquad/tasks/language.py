@@ -22,6 +22,11 @@ class LanguageRecipe(Recipe):
     stride: int | None = option(None, "step of the windows of an evaluation; None = length, no overlap", ge=1)
     pack: bool = option(False, "fill windows with whole documents that do not see each other, in place of a stride")
 
+    def check_task(self) -> None:
+        source = vars(self)["source"]  # of the tasks
+        if (source == "file") != (self.path is not None):
+            raise ValueError(f"path must be given with source=file, and only then (source={source})")
+
 
 class Language(Task):
     """A causal language model over long texts. A kind of token writes `texts`, `bounds`, `vocabulary`, `encode`,
@@ -34,8 +39,6 @@ class Language(Task):
 
     def load(self) -> Splits:
         r = self.recipe
-        if (r.source == "file") != (r.path is not None):
-            raise ValueError(f"{self.name}: path must be given with source=file, and only then (source={r.source})")
         train, valid, test = self.texts()
         for part, text in zip(("training", "validation", "test"), (train, valid, test), strict=True):
             if len(text) < 2:

@@ -50,6 +50,14 @@ class ListOpsRecipe(Recipe):
     min_length: int = option(500, "expressions are longer than this", ge=0)
     max_length: int = option(2000, "expressions are shorter than this", ge=4)
 
+    def check_task(self) -> None:
+        low, high = self.min_length, self.max_length
+        if self.source == "generated" and (high - 1 > self.length or low + 2 > high):
+            raise ValueError(
+                f"min_length={low} and max_length={high} ask for expressions of {low + 1} to {high - 1} tokens, and "
+                f"length={self.length} is the longest that fits"
+            )
+
 
 class ListOps(ArenaTask):
     title = "evaluate nested MIN, MAX, MED and SM of digits (generated, or official files)"
@@ -75,11 +83,6 @@ class ListOps(ArenaTask):
         r = self.recipe
         if r.source == "file":
             return self._read()
-        if r.max_length - 1 > r.length or r.min_length + 2 > r.max_length:
-            raise ValueError(
-                f"listops: min_length={r.min_length} and max_length={r.max_length} ask for expressions of "
-                f"{r.min_length + 1} to {r.max_length - 1} tokens, and length={r.length} is the longest that fits"
-            )
         sizes = (r.train_size or 96_000, r.eval_size or 2000, r.eval_size or 2000)
         return generated_splits(self.make, sizes, self.seed)
 

@@ -32,6 +32,14 @@ class NeedleRecipe(Recipe):
     values: int = option(8, "values that a fact can give", ge=2)
     questions: int = option(8, "questions in a text", ge=1)
 
+    def check_task(self) -> None:
+        needed = (self.keys * self.repeats + self.questions) * self.sentence
+        if self.length % self.sentence or needed > self.length:
+            raise ValueError(
+                f"length={self.length} must be whole sentences of {self.sentence} tokens, and at least {needed} for "
+                f"{self.keys} facts × {self.repeats} and {self.questions} questions"
+            )
+
 
 class Needle(Task):
     title = "answer questions about facts scattered in a long text (generated)"
@@ -49,12 +57,6 @@ class Needle(Task):
 
     def load(self) -> Splits:
         r = self.recipe
-        needed = (r.keys * r.repeats + r.questions) * r.sentence
-        if r.length % r.sentence or needed > r.length:
-            raise ValueError(
-                f"needle: length={r.length} must be whole sentences of {r.sentence} tokens, and at least {needed} for "
-                f"{r.keys} facts × {r.repeats} and {r.questions} questions"
-            )
         sizes = (r.train_size or r.steps * r.batch, r.eval_size or 500, r.eval_size or 500)
         return generated_splits(self.make, sizes, self.seed)
 

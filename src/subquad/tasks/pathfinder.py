@@ -50,6 +50,10 @@ class PathfinderRecipe(Recipe):
     contour: int = option(9, "dashes of the two long contours", ge=2)
     distractors: int = option(3, "short contours, of a third as many dashes (generated pictures)", ge=0)
 
+    def check_task(self) -> None:
+        if self.length < self.size**2:
+            raise ValueError(f"length must be size² = {self.size**2} at least, not {self.length}")
+
 
 class Pathfinder(ArenaTask):
     """Recipe `paper`: Table 7 of the SBM paper (column PATHFINDER), on the hard pictures (14 dashes).
@@ -79,8 +83,6 @@ class Pathfinder(ArenaTask):
 
     def load(self) -> Splits:
         r = self.recipe
-        if r.length < r.size**2:
-            raise ValueError(f"pathfinder: length must be size² = {r.size**2} at least, not {r.length}")
         if r.source == "file":
             return self._read()
         picture(np.random.default_rng(self.seed), r.size, r.contour, r.distractors, False)  # does it fit?

@@ -67,6 +67,10 @@ class Recipe(Checked):
             raise ValueError(f"width must be a multiple of heads={self.heads}, not {self.width}")
         if self.batch % self.accumulate:
             raise ValueError(f"batch must be a multiple of accumulate={self.accumulate}, not {self.batch}")
+        self.check_task()
+
+    def check_task(self) -> None:
+        """Refuse numbers of a task's own that do not go together. Tasks write it; it is also run from their text."""
 
     def asdict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

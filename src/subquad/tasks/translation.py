@@ -80,6 +80,10 @@ class TranslationRecipe(Recipe):
     beams: int = option(4, "beams of the search", ge=1)
     penalty: float = option(1.0, "length penalty of the search")
 
+    def check_task(self) -> None:
+        if self.origin == self.target:
+            raise ValueError(f"origin and target are both {self.origin!r}")
+
 
 class Translation(TokenizedTask):
     title = "translate sentences (Multi30k, WMT, IWSLT or your own parallel files)"
@@ -103,8 +107,6 @@ class Translation(TokenizedTask):
 
     def load(self) -> Splits:
         r, corpus = self.recipe, CORPORA[self.recipe.source]
-        if r.origin == r.target:
-            raise ValueError(f"translation: origin and target are both {r.origin!r}")
         parts = [self._read(corpus, names) for names in (corpus.train, corpus.valid, corpus.test)]
         limits = (r.train_size, r.eval_size, r.eval_size)
         parts = [[side[:limit] for side in part] for part, limit in zip(parts, limits, strict=True)]

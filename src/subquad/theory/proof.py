@@ -14,14 +14,13 @@ whether the ids are those of the exact network.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from subquad.core.numbers import steps_per_unit
+from subquad.core.numbers import check_grid, steps_per_unit
 from subquad.theory.assumptions import missing_loop
 from subquad.theory.combiner import suitable_order
 from subquad.theory.construction import (
@@ -43,8 +42,6 @@ from subquad.theory.hamiltonian import hamiltonian_path
 from subquad.theory.hops import hops
 from subquad.theory.sets import Support, read
 from subquad.theory.temperature import first_wrong_layer, run_context, sufficient_temperature
-
-LARGEST = 4000  # columns of the grid, n/δ^{dn}: the value map has a layer for each of them
 
 
 @dataclass(frozen=True)
@@ -89,12 +86,6 @@ class Proof:
         return "\n".join([*lines, end])
 
 
-def _written(n: int, m: int, power: int) -> str:
-    """n·m^power for people: in full up to a million, then as a power of ten."""
-    digits = math.log10(n) + power * math.log10(m)
-    return f"{n * m**power:,}" if digits < 6 else f"about 10^{round(digits)}"
-
-
 def prove(
     source: Any,
     n: int,
@@ -115,13 +106,7 @@ def prove(
             "the construction has nothing to be built from"
         )
     m = steps_per_unit(delta)
-    if d < 1 or n * m ** (d * n) > LARGEST:
-        raise ValueError(
-            f"n = {n}, d = {d}, delta = 1/{m}: the grid has n/δ^(dn) = {_written(n, m, d * n)} columns, and at most "
-            f"{LARGEST:,} can be verified: choose a smaller n or d, or a larger delta"
-            if d >= 1
-            else f"d must be an integer ≥ 1, not {d}"
-        )
+    check_grid(n, d, m)
     targets = _targets(function, n, d, m, support.causal)
     unit = common_unit(m, [value for value in targets.flat])
     outputs = np.array([int(value * unit) for value in targets.flat], dtype=object).reshape(targets.shape)

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from subquad.core.numbers import LARGEST_GRID
 from subquad.theory.construction import Plan, quantisers
 from subquad.theory.functions import Function, evaluate, named
 from subquad.theory.network import clip_network, from_tokens, in_floats, quantiser, to_tokens, value_network, width
 from subquad.theory.network import context_network as make_context
-from subquad.theory.proof import LARGEST, Proof, Stage
+from subquad.theory.proof import Proof, Stage
 from subquad.theory.temperature import run_context, sufficient_temperature
 
 SAMPLES = 256  # points of D_1; half as many of D_2, whose measure is small, and four times as many for Lemma 5
@@ -284,4 +285,4 @@ def _advice(plan: Plan, f: Function, epsilon: float, p: float) -> str:
         return f"no delta down to 1/{FINEST} is fine enough"
     columns = plan.n * m ** (plan.n * plan.d)
     size = f"{columns:,} value layers"
-    return f"delta = 1/{m} is fine enough, with {size}" + (", too many to build here" if columns > LARGEST else "")
+    return f"delta = 1/{m} is fine enough, with {size}" + (", too many to build here" if columns > LARGEST_GRID else "")

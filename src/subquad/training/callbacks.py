@@ -63,13 +63,12 @@ def reaches(score: float | None, enough: float | None, larger_is_better: bool) -
 class Recorder(TrainerCallback):
     """Writes log.jsonl: {step, loss, learning_rate, grad_norm, step_seconds, tokens_per_second, memory, …} as training
     goes on, {step, valid: {metric: …}} at every evaluation. Times are of training steps alone. `records` is the log as
-    it should be, whatever happens to the file. The first step may compile kernels, which takes memory that no later run
-    needs: the peak is counted from its end.
+    it should be, whatever happens to the file.
     """
 
     def __init__(self, run: Path, tokens_per_step: int, base_memory: int, records: list[dict[str, Any]]) -> None:
         self.run, self.tokens, self.base, self.records = run, tokens_per_step, base_memory, records
-        self.seconds, self.steps, self.started, self.compiled = 0.0, 0, 0.0, False
+        self.seconds, self.steps, self.started = 0.0, 0, 0.0
         self.trainer: Any = None
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
@@ -78,9 +77,6 @@ class Recorder(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs: Any) -> None:
         self.seconds += time.perf_counter() - self.started
         self.steps += 1
-        if not self.compiled and state.global_step < state.max_steps:
-            memory.reset_peak()
-        self.compiled = True
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:

@@ -125,7 +125,8 @@ def open_everywhere(run: Run, held: contextlib.ExitStack, state: PartialState, *
 def _train(run: Run, arguments: Any, splits: Any, checkpoint: Path | None) -> dict[str, Any]:
     records = [] if checkpoint is None else log.read(checkpoint)
     r = run.task.recipe
-    recorder = Recorder(run.out, r.batch * r.length, memory.reset_peak(), records)  # memory: the program and the data
+    load_kernels(run, splits)
+    recorder = Recorder(run.out, r.batch * r.length, memory.reset_peak(), records)
     model = make_model(run)
     stopper = Stopper()
     sequence = Sequence.of(run.task, model) if r.sequence_parallel > 1 else None
@@ -154,6 +155,23 @@ def _train(run: Run, arguments: Any, splits: Any, checkpoint: Path | None) -> di
         save_model(run, model)
         log.write_result(run.out, result)
     return broadcast_object_list([result])[0]
+
+
+def load_kernels(run: Run, splits: Any) -> None:
+    """One step of a model that is thrown away: it loads the kernels, or compiles them, which takes more memory. That of
+    a run is counted from here, so it is the same either way.
+    """
+    if run.task.recipe.sequence_parallel > 1:  # a step needs all processes
+        return
+    with seeded(run.seed):
+        model = make_model(run)
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        examples = [splits.train[index] for index in range(min(2, len(splits.train)))]
+        inputs = {name: x.to(model.device) if isinstance(x, torch.Tensor) else x
+                  for name, x in run.task.collate(examples).items()}  # fmt: skip
+        model(**inputs).loss.backward()
+        with torch.no_grad():
+            model.eval()(**inputs)
 
 
 def is_trained(checkpoint: Path, task: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from subquad.training import checkpoints, lock, log
@@ -32,8 +33,16 @@ def check_start(out: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def check_out(out: Path, option: str) -> None:
+    """Refuse what is no folder and cannot become one. Leaves no trace."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{option} must be a folder, and {out} is a file")
+    new = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    finally:
+        with suppress(OSError):  # one that another process has begun to fill stays
+            for folder in new:
+                folder.rmdir()
 
 
 def _refuse_remains(out: Path, *, overwrite: bool) -> None:

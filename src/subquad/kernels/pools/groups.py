@@ -39,7 +39,7 @@ def group_pools(xs: Sequence[Tensor], exists: Tensor | None, pool: str, kind: st
     n = xs[0].shape[2]
     if pool != "max" or kind not in ("nodes", "column", "row") or is_symbolic(n) or not lines.takes(xs):
         return [group_pool(x, exists, pool, kind, c, causal) for x in xs]
-    shape = (-(-n // c) - causal, c, kind == "column", kind == "column" and causal) if kind != "nodes" else ()
+    shape = (-(-n // c) - int(causal), c, kind == "column", kind == "column" and causal) if kind != "nodes" else ()
     run = eager_node_max if kind == "nodes" else lines.eager_line_max
     if all(x.shape == xs[0].shape for x in xs):
         return run(list(xs), exists, *shape)
@@ -60,7 +60,7 @@ def _pool(x: Tensor, exists: Tensor | None, pool: str, kind: str, c: int, causal
     if kind == "nodes":
         return _reduced(x, None if exists is None else exists[..., None], pool, binary_nodes)
     n = x.shape[2]
-    rows = -(-n // c) - causal
+    rows = -(-n // c) - int(causal)  # torch 2.12 cannot subtract a bool from a length that stands for any
     if exists is None and rows * c > n:  # a partial last row
         exists = torch.ones(1, 1, n, dtype=torch.bool, device=x.device)
     real = None if exists is None else grid(exists, rows, c)[..., None]  # (B or 1, 1, rows, c, 1)
