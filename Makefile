@@ -71,7 +71,7 @@ results: $(READY)
 # Delete out/calibration.json first to measure everything anew. Times need a quiet machine; memory does not, and
 # `subquad calibrate --memory --no-time --out out/calibration.json` measures it beforehand.
 calibration: $(READY)
-	$(BIN)/subquad calibrate --memory --out out/calibration.json
+	$(BIN)/subquad calibrate --memory --rounds 3 --out out/calibration.json
 	cp out/calibration.json src/subquad/advice/defaults.json
 	$(BIN)/subquad study advice --json docs/results/advice.json --write docs/advise.md
 

@@ -1,5 +1,7 @@
 """The times of a calibration: the best of a few calls of a layer, at the lengths and sizes of `points`.
 
+All of them are measured in several rounds, minutes apart, and the best of these counts: what other programs of this
+computer, or others that share its caches, cost is rarely the same twice.
 A length whose step would take too long, judged by the shorter ones, is left out: the cost model extrapolates.
 Data-dependent mechanisms are measured on random tokens.
 """
@@ -124,11 +126,21 @@ def estimate(points: dict[Shape, float], n: int) -> float:
 
 def tasks(subject: Subject, points: Points) -> list[tuple[str, Shape]]:
     """What of a subject is not measured yet, as far as it can be told before the shorter lengths are known."""
-    wanted = [(quantity, shape) for quantity in ("forward", "train") for shape in shapes(subject)]
+    return [(quantity, shape) for quantity, shape in wanted(subject) if not points.has(subject, quantity, shape)]
+
+
+def wanted(subject: Subject) -> list[tuple[str, Shape]]:
+    """All that is measured of a subject, if none of it takes too long."""
+    found = [(quantity, shape) for quantity in ("forward", "train") for shape in shapes(subject)]
     if streams(subject):
-        wanted += [("decode", Shape(n, *BASE)) for n in DECODED]
-        wanted += [("decode", Shape(DECODED[0], *each)) for each in VARIED]
-    return [(quantity, shape) for quantity, shape in wanted if not points.has(subject, quantity, shape)]
+        found += [("decode", Shape(n, *BASE)) for n in DECODED]
+        found += [("decode", Shape(DECODED[0], *each)) for each in VARIED]
+    return found
+
+
+def again(subject: Subject, points: Points) -> list[tuple[str, Shape]]:
+    """What another round measures."""
+    return [(quantity, shape) for quantity, shape in wanted(subject) if points.has(subject, quantity, shape)]
 
 
 def too_long(subject: Subject, quantity: str, shape: Shape, points: Points) -> bool:
@@ -143,23 +155,27 @@ def calibrate(
     subjects: Sequence[Subject],
     path: Path,
     *,
+    rounds: int = 1,
     minutes: float = math.inf,
     tell: Tell = lambda what: None,
 ) -> bool:
-    """Measure what is missing, the projections first, and keep every subject at once. True when nothing is missing; it
-    stops after about `minutes`.
+    """Measure what is missing, the projections first, until all have been measured `rounds` times, and keep every
+    subject at once. True when nothing is missing; it stops after about `minutes`.
     """
-    started = time.monotonic()
-    for subject in (ALONE, *subjects):
-        for quantity, shape in tasks(subject, points):
-            tell(f"{subject.key}, {quantity} at n = {shape.n:,}")
-            if (time.monotonic() - started) / 60 > minutes:
-                points.write(path)
-                return False
-            if too_long(subject, quantity, shape, points):
+    end = time.monotonic() + 60 * minutes
+    for number in range(rounds):
+        for subject in (ALONE, *subjects):
+            if number and points.rounds.get(subject, 0) > number:
                 continue
-            measure(points, subject, quantity, shape)
-        points.write(path)
+            for quantity, shape in (again if number else tasks)(subject, points):
+                tell(f"{subject.key}, {quantity} at n = {shape.n:,}")
+                if time.monotonic() > end:
+                    points.write(path)
+                    return False
+                if number or not too_long(subject, quantity, shape, points):
+                    measure(points, subject, quantity, shape)
+            points.rounds[subject] = max(number + 1, points.rounds.get(subject, 0))
+            points.write(path)
     return True
 
 
@@ -176,9 +192,10 @@ def measure(points: Points, subject: Subject, quantity: str, shape: Shape) -> No
     points.add(subject, quantity, shape, seconds)
 
 
-def steps(points: Points, subjects: Sequence[Subject]) -> int:
+def steps(points: Points, subjects: Sequence[Subject], rounds: int = 1) -> int:
     """How many times `calibrate` will call `tell`, at most."""
-    return sum(len(tasks(subject, points)) for subject in (ALONE, *subjects))
+    more = lambda subject: rounds - max(1, points.rounds.get(subject, 0))  # noqa: E731
+    return sum(len(tasks(each, points)) + max(0, more(each)) * len(wanted(each)) for each in (ALONE, *subjects))
 
 
 def about_here() -> dict[str, object]:

@@ -105,14 +105,19 @@ def shapes(subject: Subject) -> list[Shape]:
 
 
 class Points:
-    """Measured values: subject → quantity → points. `about` describes the machine and the versions."""
+    """Measured values: subject → quantity → points. `about` describes the machine and the versions, `rounds` says how
+    many times all times of a subject have been measured.
+    """
 
     def __init__(self, about: dict[str, Any]) -> None:
         self.about = about
         self.values: dict[Subject, dict[str, dict[Shape, float]]] = {}
+        self.rounds: dict[Subject, int] = {}
 
     def add(self, subject: Subject, quantity: str, shape: Shape, value: float) -> None:
-        self.values.setdefault(subject, {}).setdefault(quantity, {})[shape] = value
+        """Of two times the shorter one is kept: what makes a step longer than that is not its own work."""
+        known = self.values.setdefault(subject, {}).setdefault(quantity, {})
+        known[shape] = min(value, known.get(shape, value)) if quantity in UNITS else value
 
     def of(self, subject: Subject, quantity: str) -> dict[Shape, float]:
         return self.values.get(subject, {}).get(quantity, {})
@@ -134,7 +139,8 @@ class Points:
             for quantity, points in sorted(quantities.items())
         ]
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(points)}" for key, points in rows)
-        about = json.dumps({"format": FORMAT, **self.about}, indent=1)[:-2]
+        rounds = {subject.key: count for subject, count in sorted(self.rounds.items())}
+        about = json.dumps({"format": FORMAT, **self.about, "rounds": rounds}, indent=1)[:-2]
         write_atomically(path, f'{about},\n "points": {{\n{lines}\n }}\n}}\n')
 
     @classmethod
@@ -151,6 +157,7 @@ class Points:
                     if not (math.isfinite(value) and value >= 0):
                         raise ValueError(f"{value!r} is no measurement")
                     result.add(Subject.of(subject), quantity, Shape(*map(int, shape)), float(value))
+            result.rounds = {Subject.of(key): int(count) for key, count in found.get("rounds", {}).items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a calibration ({error}): delete it and run `subquad calibrate`") from None
         return result

@@ -266,6 +266,9 @@ def calibrate(
         ),
     ] = False,
     times: Annotated[bool, typer.Option("--time/--no-time", help="Measure times, which needs an idle machine.")] = True,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Measure all times so often, minutes apart, and keep the best.")
+    ] = 2,
     minutes: Annotated[
         float, typer.Option(min=0, help="Stop after about this many minutes.", show_default=False)
     ] = math.inf,
@@ -301,7 +304,7 @@ def calibrate(
     ways = (True, False) if causal is None else (causal,)
     wanted = subjects(None if specs is None else dict.fromkeys(["full", *specs]), ways, strict=specs is not None)
     known = Points(here) if memory else shipped()
-    total = (steps(points, wanted) if times else 0) + memory_steps(points, wanted, known)
+    total = (steps(points, wanted, rounds) if times else 0) + memory_steps(points, wanted, known)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = err()
     with (
@@ -310,7 +313,7 @@ def calibrate(
     ):
         task = progress.add_task("", total=total, completed=-1)
         tell = lambda what: progress.update(task, description=what, advance=1)  # noqa: E731
-        done = not times or measure(points, wanted, path, minutes=minutes, tell=tell)
+        done = not times or measure(points, wanted, path, rounds=rounds, minutes=minutes, tell=tell)
         done = done and measure_memory(points, wanted, path, known, minutes=minutes, tell=tell)
     console = out()
     console.print(
