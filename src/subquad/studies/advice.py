@@ -4,7 +4,8 @@
 
 Ten layers are drawn with a fixed seed: their lengths are spread evenly, on a logarithmic scale, from 512 to 65,536, and
 their mechanisms, directions, sizes, batch sizes and steps are random. Mechanisms with a quadratic part are drawn up to
-`QUADRATIC` tokens. Time is the best of a few calls in each of `ROUNDS` rounds over all ten, memory the growth of a fresh process whose kernels are loaded.
+`QUADRATIC` tokens. Time is the best of a few calls in each of `ROUNDS` rounds over all ten, memory the growth of a
+fresh process whose kernels are loaded.
 """
 
 from __future__ import annotations
