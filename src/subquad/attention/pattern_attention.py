@@ -5,7 +5,8 @@
 The sets come from `supports.patterns`. With p > 1 families `heads` says how a layer uses them (section 5):
 `sequential` layer l takes family l mod p, `union` every head takes all families at once, `multihead` the heads
 are split evenly over the families. Softmax over regular sets runs as blocks through the merge kernel; other sets, and
-other probability maps ρ, run over the edge list (in a compiled graph other maps run on the whole matrix of scores).
+other probability maps ρ, run over the edge list. The whole matrix of scores is computed for other maps in a compiled
+graph, and for short padded rows on a device whose lengths the host does not read (`mask_on_device`).
 """
 
 from __future__ import annotations
