@@ -23,6 +23,11 @@ def takes(q: Tensor) -> bool:
     return devices.is_host(q) and q.dtype in kinds and q.shape[-1] * q.element_size() % BYTES == 0
 
 
+def covers(tiles: Tensor, n: int) -> bool:
+    """Is each of the n queries in a tile, where none is in two?"""
+    return int(tiles[:, 1].sum()) == n
+
+
 def forward(
     q: Tensor,
     keys: Sequence[Tensor],
@@ -65,8 +70,10 @@ def backward(
     delta: Tensor,
     lse: Tensor,
     found: Sequence[Tensor],
+    fresh: bool = False,
 ) -> None:
-    """found: the gradients of q, all keys and all values, to which the tiles add."""
+    """found: the gradients of q, all keys and all values, to which the tiles add; `fresh`: that of q is written, and
+    what no tile has stays as it is."""
     table, spans, starts, sources = tables
     dq, dkeys, dvalues = found[0], found[1 : 1 + len(keys)], found[1 + len(keys) :]
     kernels.backward.run(
@@ -74,7 +81,7 @@ def backward(
         *_sources(sources, keys), *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values),
         _bias(bias, q),
         scale, _matrix(grad), delta.numpy(), lse.numpy(), _matrix(dq), _matrices(dkeys),
-        _matrices(dvalues),
+        _matrices(dvalues), fresh,
     )  # fmt: skip
 
 

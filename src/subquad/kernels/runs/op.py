@@ -64,12 +64,13 @@ def attention(
     scale: float,
     pairs: int,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)  # in the order of the memory of q
+    lse = q.new_full(q.shape[:2], -torch.inf)
     if cpu.takes(q):
+        out = torch.empty_like(q) if cpu.covers(tiles, q.shape[1]) else torch.zeros_like(q)
         cpu.forward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, out, lse, True)
         return out, lse
     found, totals = reference.forward(q, keys, values, bias, tiles, spans, sources, sizes, scale)
-    return out.copy_(found), lse.copy_(totals)
+    return torch.empty_like(q).copy_(found), lse.copy_(totals)  # in the order of the memory of q
 
 
 @torch.library.custom_op("subquad::runs_backward", mutates_args=())
@@ -96,8 +97,10 @@ def attention_backward(
     empty = lse == -torch.inf
     lse, delta = lse.masked_fill(empty, torch.inf), delta.masked_fill(empty, 0).contiguous()
     if cpu.takes(q):
-        found = [torch.zeros_like(x) for x in (q, *keys, *values)]
-        cpu.backward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, grad, delta, lse, found)
+        fresh, tables = cpu.covers(tiles, q.shape[1]), (tiles, spans, None, sources)
+        found = [torch.empty_like(q) if fresh else torch.zeros_like(q)]
+        found += [torch.zeros_like(x) for x in (*keys, *values)]
+        cpu.backward(q, keys, values, bias, (None, None), tables, scale, grad, delta, lse, found, fresh)
         return found
     found = reference.backward(grad, delta, lse, q, keys, values, bias, tiles, spans, sources, sizes, scale)
     return [torch.empty_like(x).copy_(dx) for x, dx in zip((q, *keys, *values), found, strict=True)]
