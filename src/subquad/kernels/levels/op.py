@@ -235,6 +235,6 @@ def _flops(q_shape, k_shape, v_shape, real_shape, block, levels, scale, *args, *
 
 @register_flop_formula(torch.ops.subquad.levels_backward)
 def _backward_flops(
-    grad_shape, q_shape, k_shape, v_shape, real_shape, out_shape, lse_shape, block, levels, *args, **kwargs
+    grad_shape, q_shape, k_shape, v_shape, real_shape, rows_shape, lse_shape, block, levels, *args, **kwargs
 ) -> int:
     return 10 * q_shape[0] * q_shape[2] * _pairs(q_shape, block, levels)

@@ -1,11 +1,11 @@
 """Tiles of queries against runs of keys, with one running softmax per row.
 
 The keys of several short runs are gathered side by side, up to KEYS of them, so that one product gives the scores of
-all: keys, values and queries of a tile are copied to memory that stays in the cache, from wherever `asks` (queries) and
-`order` (keys) say that they stand. Scores are (keys × queries): then a vector holds one key's scores of several queries,
-maxima, sums and rules need nothing across its lanes, and of all the matrices only the queries, which are few, have to
-be transposed. A row's state is (largest score m, total l of exp(score - m), sum of exp(score - m)·value); (out, lse) of
-a row are the state (lse, 1, out), so that one launch goes on where another ended.
+all: keys, values and queries of a tile are copied to memory that stays in the cache, from wherever `asks` (queries)
+and `order` (keys) say that they stand. Scores are (keys × queries): then a vector holds one key's scores of several
+queries, maxima, sums and rules need nothing across its lanes, and only the queries have to be transposed. A row's
+state is (largest score m, total l of exp(score - m), sum of exp(score - m)·value); (out, lse) of a row are the state
+(lse, 1, out), so that one launch goes on where another ended.
 
 A matrix is (address, stride of instances, stride of rows) in entries. A row of `tiles` is (first query, how many,
 `most` at most), a row of `spans` (first key, how many, last, self): query i of the tile sees key j of the run where
