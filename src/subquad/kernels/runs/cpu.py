@@ -27,6 +27,18 @@ def covers(tiles: Tensor, n: int) -> bool:
     return int(tiles[:, 1].sum()) == n
 
 
+def divides(spans: Tensor, sources: Sequence[int], keys: Sequence[Tensor]) -> bool:
+    """Is every key of all sources in exactly one run?"""
+    for source, k in enumerate(keys):
+        runs = spans[:, [p for p, x in enumerate(sources) if x == source], :2].flatten(0, 1).numpy()  # (T·P, 2)
+        runs = runs[runs[:, 1] > 0]
+        runs = runs[runs[:, 0].argsort()]
+        ends = np.cumsum(runs[:, 1])
+        if not len(runs) or ends[-1] != k.shape[1] or (runs[:, 0] != ends - runs[:, 1]).any():
+            return False
+    return True
+
+
 def forward(
     q: Tensor,
     keys: Sequence[Tensor],
@@ -70,9 +82,10 @@ def backward(
     lse: Tensor,
     found: Sequence[Tensor],
     fresh: bool = False,
+    once: bool = False,
 ) -> None:
     """found: the gradients of q, all keys and all values, to which the tiles add; `fresh`: that of q is written, and
-    what no tile has stays as it is."""
+    what no tile has stays as it is; `once`: those of keys and values alike."""
     table, spans, starts, sources = tables
     dq, dkeys, dvalues = found[0], found[1 : 1 + len(keys)], found[1 + len(keys) :]
     with launch() as threads:
@@ -81,6 +94,7 @@ def backward(
             threads, *_type(q), _most(table), work, table.numpy(), spans.numpy(), *_sources(sources, keys),
             *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), scale,
             _matrix(grad), delta.numpy(), lse.numpy(), _matrix(dq), _matrices(dkeys), _matrices(dvalues), fresh,
+            once,
         )  # fmt: skip
 
 

@@ -97,10 +97,11 @@ def attention_backward(
     empty = lse == -torch.inf
     lse, delta = lse.masked_fill(empty, torch.inf), delta.masked_fill(empty, 0).contiguous()
     if cpu.takes(q):
-        fresh, tables = cpu.covers(tiles, q.shape[1]), (tiles, spans, None, sources)
-        found = [torch.empty_like(q) if fresh else torch.zeros_like(q)]
-        found += [torch.zeros_like(x) for x in (*keys, *values)]
-        cpu.backward(q, keys, values, bias, (None, None), tables, scale, grad, delta, lse, found, fresh)
+        fresh, once = cpu.covers(tiles, q.shape[1]), cpu.divides(spans, sources, keys)
+        made = [(q, fresh), *((x, once) for x in (*keys, *values))]
+        found = [torch.empty_like(x) if written else torch.zeros_like(x) for x, written in made]
+        about = (None, None), (tiles, spans, None, sources), scale, grad, delta, lse
+        cpu.backward(q, keys, values, bias, *about, found, fresh, once)
         return found
     found = reference.backward(grad, delta, lse, q, keys, values, bias, tiles, spans, sources, sizes, scale)
     return [torch.empty_like(x).copy_(dx) for x, dx in zip((q, *keys, *values), found, strict=True)]

@@ -179,14 +179,18 @@ def forward(worker, workers, arguments):
 
 
 @inline
-def _add_rows(like, size, width, spans, t, pieces, number, sources, matrices, order, g, change):
-    """The rows of `change`, gathered as the keys were, are added to where they belong."""
+def _add_rows(like, size, width, spans, t, pieces, number, sources, matrices, order, g, change, once):
+    """The rows of `change`, gathered as the keys were, are added to where they belong; `once`: written there."""
     one, column = like.dtype.type(1), 0
     for c in range(number):
         p, begin, end = pieces[c]
         for j in range(begin, end):
             row = _address(matrices[sources[p]], g, _row(order, g, spans[t, p, FIRST] + j), size)
-            add_row(one, row, change.ctypes.data + (column + j - begin) * width * size, width)
+            here = change.ctypes.data + (column + j - begin) * width * size
+            if once:
+                scale_row(one, row, here, width)
+            else:
+                add_row(one, row, here, width)
         column += end - begin
 
 
@@ -210,11 +214,11 @@ def _gradients(like, size, width, rows, padded, columns, rows_q, rows_g, rows_k,
 @Workers
 def backward(worker, workers, arguments):
     """dq, dkeys and dvalues += the shares of all tiles, given lse (G, n), inf where a row saw nothing, and delta =
-    dout·out - dlse; `fresh`: dq = the share of the one tile that a query is in. No two tasks that run together may add
-    to the same keys.
+    dout·out - dlse; `fresh`: dq = the share of the one tile that a query is in, `once`: dkeys and dvalues = those of
+    the one run that a key is in. No two tasks that run together may add to the same keys.
     """
     (like, size, width, most, work, tiles, spans, sources, shifts, asks, order, q, keys, values, bias, scale, dout,
-     delta, lse, dq, dkeys, dvalues, fresh) = arguments[0]  # fmt: skip
+     delta, lse, dq, dkeys, dvalues, fresh, once) = arguments[0]  # fmt: skip
     scale, lanes = like.dtype.type(scale), BYTES // size
     zero, one = like.dtype.type(0), like.dtype.type(1)
     wide = -(-most // lanes) * lanes
@@ -245,8 +249,8 @@ def backward(worker, workers, arguments):
                             spans, t, pieces, number, bias, shifts, order, g)  # fmt: skip
                     _gradients(like, size, width, rows, padded, columns, rows_q, rows_g, rows_k, rows_v, gt, s, ds,
                                base, less, sums, dk, dv, begun)  # fmt: skip
-                    _add_rows(like, size, width, spans, t, pieces, number, sources, dkeys, order, g, dk)
-                    _add_rows(like, size, width, spans, t, pieces, number, sources, dvalues, order, g, dv)
+                    _add_rows(like, size, width, spans, t, pieces, number, sources, dkeys, order, g, dk, once)
+                    _add_rows(like, size, width, spans, t, pieces, number, sources, dvalues, order, g, dv, once)
                     begun = True
             if not begun:
                 sums[:rows] = zero
