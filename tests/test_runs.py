@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close as close
 
-from subquad.kernels.runs import Runs, attend_runs, reference
+from subquad.kernels.runs import Runs, attend_runs, cpu, reference
 from subquad.kernels.runs.op import EVERYTHING, attention
 
 
@@ -78,6 +78,23 @@ def test_the_kernel_is_the_reference_on_strided_views(with_bias):
         atol=1e-5,
         rtol=1e-5,
     )
+
+
+def test_keys_of_one_run_each():
+    """Two sources, every key in one run, every query in one tile: gradients are written, not added."""
+    q, keys, values, bias = problem(61, [40, 150], 8, torch.float64)
+    tiles = torch.tensor([(0, 20), (20, 30), (50, 11)])
+    own = torch.tensor([(f, c, EVERYTHING, -EVERYTHING) for f, c in ((0, 13), (13, 0), (13, 27))])
+    other = torch.tensor([(f, c, 3, -EVERYTHING) for f, c in ((90, 60), (60, 30), (0, 60))])
+    runs = Runs(tiles, torch.stack((own, other), 1), (0, 1), 61 * 60, (30, 40, 60))
+    given = [x.requires_grad_() for x in (q, *keys, *values)]
+    assert cpu.divides(runs.spans, runs.sources, keys) and cpu.covers(tiles, 61)
+    assert not cpu.divides(runs.spans, (0, 0), keys[:1])
+    grads = [
+        torch.autograd.grad(attend(q, keys, values, runs, 0.4, bias)[0].square().sum(), given)
+        for attend in (attend_runs, dense)
+    ]
+    close(*grads, atol=1e-10, rtol=1e-8)
 
 
 def test_what_is_not_a_number_stays_where_it_is():

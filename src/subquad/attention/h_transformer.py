@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,19 +29,9 @@ from subquad.attention.outputs import within_rows
 from subquad.core.numbers import settled
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
+from subquad.kernels.levels import attend_levels
+from subquad.kernels.levels.tables import spans_of
 from subquad.kernels.runs import Runs, attend_runs
-from subquad.kernels.runs.op import EVERYTHING
-
-ABSENT = -1e30  # the logarithm of 0, as a number
-
-
-class _Level(NamedTuple):
-    """Means over groups of tokens; G = B·H sequences."""
-
-    q: Tensor  # (G, m, d), of the groups; causal always of the tokens
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None  # (G or 1, m): the logarithm of how many tokens a group has; None = 0
 
 
 class HTransformer(Attention):
@@ -76,44 +65,27 @@ class HTransformer(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
         x, y, z = (t.to(work).flatten(0, 1) for t in (q, k, drop_keys(v, call)))  # (G, n, d)
-        levels = self._levels(x, y, z, call.key_mask)
-        out = self._causal(levels) if self.options.causal else self._both_ways(levels)
+        mask, scale = call.key_mask, self.options.softmax_scale
+        real = None if mask is None else mask.to(work).repeat_interleave(q.shape[1], 0)  # (G, n)
+        n = settled(q.shape[2], self.name, "the number of levels", "use another mechanism")
+        if self.options.causal:
+            out = self._causal(x, y, z, real, n)
+        else:
+            out = attend_levels(x, y, z, real, self.options.block, self.levels(n), scale)
         return within_rows(out.unflatten(0, q.shape[:2]), call).to(kind)
 
-    def _levels(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[_Level]:
-        """All levels, the finest first. Sums of groups are sums of the sums of two."""
-        n = settled(q.shape[1], self.name, "the number of levels", "use another mechanism")
-        causal = self.options.causal
-        real = torch.ones(1, n, dtype=q.dtype, device=q.device) if mask is None else mask.to(q.dtype)  # (B or 1, n)
-        real = real if len(real) == 1 else real.repeat_interleave(len(q) // len(real), 0)  # (G or 1, n)
-        found = [_Level(q, k, v, None if mask is None else real.log())]
-        sums = [k, v] if causal else [k, v, q if mask is None else q * real[..., None]]  # padding is 0 in k and v
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, n: int) -> Tensor:
+        """Blocks of queries against the means of all levels, under one softmax. Sums of groups are sums of two sums."""
+        real = q.new_ones(1, n) if real is None else real
+        keys, values, bias, sums = [k], [v], [real.log()], [k, v]  # padding is 0 in k and v
         for _ in range(self.levels(n) - 1):
             real, *sums = (_pairs(x) for x in (real[..., None], *sums))
             real = real[..., 0]
-            means = [x / real.clamp(min=1)[..., None] for x in sums]
-            found.append(_Level(q if causal else means[2], means[0], means[1], real.log()))
-        return found
-
-    def _causal(self, levels: list[_Level]) -> Tensor:
-        """Blocks of queries against the means of all levels, under one softmax."""
-        bias = [x.bias if x.bias is not None else x.k.new_zeros(1, x.k.shape[1]) for x in levels]
-        whole = torch.cat([x.expand(max(len(t) for t in bias), -1) for x in bias], 1)
-        q, size = levels[0].q, self.options.block
-        runs = _causal_runs(q.shape[1], size, len(levels), q.device)
-        return attend_runs(q, [x.k for x in levels], [x.v for x in levels], runs, self.options.softmax_scale, whole)[0]
-
-    def _both_ways(self, levels: list[_Level]) -> Tensor:
-        """Level by level, from the coarsest on; a coarse row stands for two finer ones."""
-        size, scale, whole = self.options.block, self.options.softmax_scale, None
-        for number in reversed(range(len(levels))):
-            q, k, v, bias = levels[number]
-            runs = _runs_of_level(q.shape[1], size, number, q.device)
-            out, lse = attend_runs(q, [k], [v], runs, scale, bias)
-            here = out, lse.clamp(min=ABSENT)
-            whole = here if whole is None else _merged(whole, here)
-        assert whole is not None
-        return whole[0]
+            for found, x in zip((keys, values), sums, strict=True):
+                found.append(x / real.clamp(min=1)[..., None])
+            bias.append(real.log())
+        runs = _causal_runs(n, self.options.block, len(keys), q.device)
+        return attend_runs(q, keys, values, runs, self.options.softmax_scale, torch.cat(bias, 1))[0]
 
     # ---- the definition ----
 
@@ -167,40 +139,7 @@ def _pairs(x: Tensor) -> Tensor:
     return left + right
 
 
-def _merged(coarse: tuple[Tensor, Tensor], fine: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two levels under one softmax, (G, ⌈m/2⌉, d) and (G, m, d)."""
-    (a, s), (b, t) = coarse, fine
-    m = b.shape[1]
-    if m % 2:  # the last coarse row stands for one
-        b, t = F.pad(b, (0, 0, 0, 1)), F.pad(t, (0, 1))
-    a, s, b, t = a[:, :, None], s[..., None], b.unflatten(1, (-1, 2)), t.unflatten(1, (-1, 2))  # (G, ⌈m/2⌉, 1 or 2, …)
-    out, lse = torch.lerp(a.expand_as(b), b, (t - s).sigmoid()[..., None]), torch.logaddexp(s, t)
-    return out.flatten(1, 2)[:, :m], lse.flatten(1)[:, :m]
-
-
 # ---- who is on which level ----
-
-
-def _spans(first: Tensor, stop: Tensor, m: int, last: Tensor | None = None) -> Tensor:
-    """Runs of the keys first … stop - 1 that exist, (T, 4), seen by all queries unless `last` says otherwise."""
-    first, stop = first.clamp(min=0), stop.clamp(max=m)
-    last = torch.full_like(first, EVERYTHING) if last is None else last
-    return torch.stack((first, (stop - first).clamp(min=0), last, torch.full_like(first, -EVERYTHING)), -1)
-
-
-def _runs_of_level(m: int, size: int, number: int, device: torch.device) -> Runs:
-    """The m rows of a level, in blocks and, but for the finest, in halves of blocks: those that touch the neighbour see
-    only the half of it that does not touch them."""
-    step = size // 2 if number else size
-    first = torch.arange(0, m, step, device=device)
-    tiles = torch.stack((first, (m - first).clamp(max=step)), -1)
-    if not number:
-        spans = _spans(first - size, first + 2 * size, m)[:, None]
-        return Runs(tiles, spans, (0,), 3 * size * m, (step, 3 * size))
-    block, half = first // size * size, first // step % 2  # the first row of the block, and which half it is
-    before = _spans(block - size, block - step * (1 - half), m)
-    after = _spans(block + size + step * half, block + 2 * size, m)
-    return Runs(tiles, torch.stack((before, after), 1), (0, 0), 3 * step * m, (step, size, size))
 
 
 def _causal_runs(n: int, size: int, levels: int, device: torch.device) -> Runs:
@@ -209,12 +148,12 @@ def _causal_runs(n: int, size: int, levels: int, device: torch.device) -> Runs:
     first = torch.arange(0, n, size, device=device)
     rows, block = (n - first).clamp(max=size), first // size
     begin = (first - size).clamp(min=0)
-    spans = [_spans(begin, first + rows, n, first - begin)]
+    spans = [spans_of(begin, first + rows, n, first - begin)]
     m = n
     for number in range(1, levels):
         m, start = -(-m // 2), (block >> number) * size
         touches = (block >> (number - 1)) % 2 == 0  # the half of the block that touches the one before
-        spans.append(_spans(start - size, torch.where(touches, start - size // 2, start), m))
+        spans.append(spans_of(start - size, torch.where(touches, start - size // 2, start), m))
     pairs = n * (2 * size + 3 * size * (levels - 1) // 4)
     sizes = (size, 2 * size, *[size] * (levels - 1))
     return Runs(torch.stack((first, rows), -1), torch.stack(spans, 1), tuple(range(levels)), pairs, sizes)

@@ -31,6 +31,7 @@ from subquad.attention.full import drop, masked_map, sdpa
 from subquad.attention.outputs import within_rows
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
+from subquad.kernels.balancing import balance
 from subquad.kernels.runs import Runs, attend_runs
 from subquad.kernels.runs.op import EVERYTHING
 from subquad.probability import Softmax
@@ -166,9 +167,7 @@ class Sinkhorn(Attention):
         count = keys.shape[2]
         logits = hidden @ self.weight2[:, :count].to(total.dtype).mT / self.options.temperature  # (B, H, N, N)
         if exist is None and not self.options.causal:
-            for _ in range(self.options.iterations):
-                logits = logits.log_softmax(2).log_softmax(3)
-            return logits.exp()
+            return balance(logits, self.options.iterations)
         some = torch.ones(1, 1, count, dtype=torch.bool, device=keys.device) if exist is None else exist
         allowed = some[..., None] & some[..., None, :]
         if self.options.causal:

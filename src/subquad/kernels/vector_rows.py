@@ -80,6 +80,65 @@ def gradient_row(typingctx, base, less, scale, s, ds, count) -> Any:
 
 
 @intrinsic
+def absorb_columns(typingctx, kind, s, row_s, count, top, total, less) -> Any:
+    """A vector of columns of scores, `count` rows, into the state of running softmaxes, one per lane.
+
+    s = exp(s - the largest so far); `top`, the largest so far, and `total`, the sum of exponentials, are brought up to
+    date, and `less` is what sums from before have to be multiplied by.
+    """
+
+    def emit(context, builder, signature, arguments):
+        e = Emitter(context, builder, kind)
+        _, s, row_s, count, top, total, less = arguments
+        before = e.load(top)
+
+        def larger(x, y):  # y where x is NaN
+            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+        def row(k):
+            return e.place(s, builder.mul(k, row_s))
+
+        (new,) = e.loop(count, 1, [before], lambda k, best: [larger(e.load(row(k)), best[0])])
+        none = builder.fcmp_ordered("==", new, e.constant(float("-inf")))  # no key, or nothing but NaN
+        base = builder.select(none, e.constant(0.0), new)
+
+        def step(k, sums):
+            weight = e.exponential(builder.fsub(e.load(row(k)), base))
+            e.store(weight, row(k))
+            return [builder.fadd(sums[0], weight)]
+
+        (here,) = e.loop(count, 1, [e.constant(0.0)], step)
+        factor = e.exponential(builder.fsub(before, base))
+        e.store(e.multiply_add(e.load(total), factor, here), total)
+        e.store(new, top)
+        e.store(factor, less)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.intp] * 6), emit
+
+
+@intrinsic
+def gradient_across(typingctx, kind, s, ds, base, less, count) -> Any:
+    """As `gradient_row`, unscaled, where every entry has a base and a `less` of its own."""
+
+    def emit(context, builder, signature, arguments):
+        e = Emitter(context, builder, kind)
+        _, s, ds, base, less, count = arguments
+
+        def step(j, nothing):
+            weight = e.exponential(builder.fsub(e.load(e.place(s, j)), e.load(e.place(base, j))))
+            e.store(weight, e.place(s, j))
+            change = builder.fsub(e.load(e.place(ds, j)), e.load(e.place(less, j)))
+            e.store(builder.fmul(weight, change), e.place(ds, j))
+            return []
+
+        e.loop(count, e.lanes, [], step)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.intp] * 5), emit
+
+
+@intrinsic
 def add_row(typingctx, factor, a, b, count) -> Any:
     """a += factor · b."""
 

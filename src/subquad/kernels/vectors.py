@@ -203,6 +203,7 @@ def _product(add: bool, turned: bool) -> Any:
 # it is turned, stand side by side
 multiply = _product(add=False, turned=False)
 multiply_add = _product(add=True, turned=False)
+multiply_turned = _product(add=False, turned=True)
 multiply_add_turned = _product(add=True, turned=True)
 
 

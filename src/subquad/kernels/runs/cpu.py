@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,13 +13,30 @@ from subquad.kernels.parallel import launch
 from subquad.kernels.runs import tiles as kernels
 from subquad.kernels.vectors import BYTES
 
-TASKS = 16  # per thread and launch
+ROWS = 64  # queries of a task, if a tile has not more
 
 
 def takes(q: Tensor) -> bool:
     """Are there vectors of this type and width?"""
     kinds = (torch.float32, torch.float64)
     return devices.is_host(q) and q.dtype in kinds and q.shape[-1] * q.element_size() % BYTES == 0
+
+
+def covers(tiles: Tensor, n: int) -> bool:
+    """Is each of the n queries in a tile, where none is in two?"""
+    return int(tiles[:, 1].sum()) == n
+
+
+def divides(spans: Tensor, sources: Sequence[int], keys: Sequence[Tensor]) -> bool:
+    """Is every key of all sources in exactly one run?"""
+    for source, k in enumerate(keys):
+        runs = spans[:, [p for p, x in enumerate(sources) if x == source], :2].flatten(0, 1).numpy()  # (T·P, 2)
+        runs = runs[runs[:, 1] > 0]
+        runs = runs[runs[:, 0].argsort()]
+        ends = np.cumsum(runs[:, 1])
+        if not len(runs) or ends[-1] != k.shape[1] or (runs[:, 0] != ends - runs[:, 1]).any():
+            return False
+    return True
 
 
 def forward(
@@ -45,7 +61,7 @@ def forward(
     """
     table, spans, starts, sources = tables
     with launch() as threads:
-        work = _work(len(q), len(table), starts, 1 if again else TASKS * threads)
+        work = _work(len(q), table, starts, threads, again)
         kernels.forward(
             threads, *_type(q), _most(table), work, table.numpy(), spans.numpy(), *_sources(sources, keys),
             *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), _matrix(out),
@@ -65,27 +81,37 @@ def backward(
     delta: Tensor,
     lse: Tensor,
     found: Sequence[Tensor],
+    fresh: bool = False,
+    once: bool = False,
 ) -> None:
-    """found: the gradients of q, all keys and all values, to which the tiles add."""
+    """found: the gradients of q, all keys and all values, to which the tiles add; `fresh`: that of q is written, and
+    what no tile has stays as it is; `once`: those of keys and values alike."""
     table, spans, starts, sources = tables
     dq, dkeys, dvalues = found[0], found[1 : 1 + len(keys)], found[1 + len(keys) :]
-    kernels.backward.run(
-        *_type(q), _most(table), _work(len(q), len(table), starts, 1), table.numpy(), spans.numpy(),
-        *_sources(sources, keys), *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values),
-        _bias(bias, q),
-        scale, _matrix(grad), delta.numpy(), lse.numpy(), _matrix(dq), _matrices(dkeys),
-        _matrices(dvalues),
-    )  # fmt: skip
+    with launch() as threads:
+        work = _work(len(q), table, starts, threads, True)
+        kernels.backward(
+            threads, *_type(q), _most(table), work, table.numpy(), spans.numpy(), *_sources(sources, keys),
+            *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), scale,
+            _matrix(grad), delta.numpy(), lse.numpy(), _matrix(dq), _matrices(dkeys), _matrices(dvalues), fresh,
+            once,
+        )  # fmt: skip
 
 
-def _work(instances: int, count: int, starts: Tensor | None, tasks: int) -> np.ndarray:
-    """(tasks, 3): instance, first tile, behind the last; at least one task per instance."""
-    share, rows = max(1, tasks // instances), []
-    edges = [(0, count)] * instances if starts is None else list(pairwise(starts.tolist()))
-    for g, (a, b) in enumerate(edges):
-        cuts = [a + (b - a) * c // share for c in range(share + 1)]
-        rows += [(g, *cut) for cut in pairwise(cuts) if cut[0] < cut[1]]
-    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+def _work(instances: int, table: Tensor, starts: Tensor | None, workers: int, apart: bool) -> np.ndarray:
+    """(tasks, 3): instance, first tile, behind the last. `apart`: no two workers have tasks of the same instance.
+
+    Instances are often heads, whose rows stand side by side in memory: some tiles of all of them come one after the
+    other, so that pages and lines that were fetched for one head serve the next.
+    """
+    edges = np.array([0, len(table)] if starts is None else starts.numpy())
+    begins, ends = np.broadcast_to(edges[:-1], instances), np.broadcast_to(edges[1:], instances)
+    step = max(1, ROWS // _most(table))
+    low = begins + step * np.arange(-(-int((ends - begins).max()) // step))[:, None]  # (chunks, G)
+    tasks = np.stack((np.broadcast_to(np.arange(instances), low.shape), low, np.minimum(low + step, ends)), -1)
+    if apart:  # worker w takes tasks w, w + workers …: those of its own instances
+        tasks = np.pad(tasks, ((0, 0), (0, -instances % workers), (0, 0)))
+    return np.ascontiguousarray(tasks.reshape(-1, 3), dtype=np.int64)
 
 
 def _most(table: Tensor) -> int:

@@ -64,12 +64,13 @@ def attention(
     scale: float,
     pairs: int,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)  # in the order of the memory of q
+    lse = q.new_full(q.shape[:2], -torch.inf)
     if cpu.takes(q):
+        out = torch.empty_like(q) if cpu.covers(tiles, q.shape[1]) else torch.zeros_like(q)
         cpu.forward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, out, lse, True)
         return out, lse
     found, totals = reference.forward(q, keys, values, bias, tiles, spans, sources, sizes, scale)
-    return out.copy_(found), lse.copy_(totals)
+    return torch.empty_like(q).copy_(found), lse.copy_(totals)  # in the order of the memory of q
 
 
 @torch.library.custom_op("subquad::runs_backward", mutates_args=())
@@ -96,8 +97,11 @@ def attention_backward(
     empty = lse == -torch.inf
     lse, delta = lse.masked_fill(empty, torch.inf), delta.masked_fill(empty, 0).contiguous()
     if cpu.takes(q):
-        found = [torch.zeros_like(x) for x in (q, *keys, *values)]
-        cpu.backward(q, keys, values, bias, (None, None), (tiles, spans, None, sources), scale, grad, delta, lse, found)
+        fresh, once = cpu.covers(tiles, q.shape[1]), cpu.divides(spans, sources, keys)
+        made = [(q, fresh), *((x, once) for x in (*keys, *values))]
+        found = [torch.empty_like(x) if written else torch.zeros_like(x) for x, written in made]
+        about = (None, None), (tiles, spans, None, sources), scale, grad, delta, lse
+        cpu.backward(q, keys, values, bias, *about, found, fresh, once)
         return found
     found = reference.backward(grad, delta, lse, q, keys, values, bias, tiles, spans, sources, sizes, scale)
     return [torch.empty_like(x).copy_(dx) for x, dx in zip((q, *keys, *values), found, strict=True)]

@@ -1,10 +1,11 @@
 """Tiles of queries against runs of keys, with one running softmax per row.
 
 The keys of several short runs are gathered side by side, up to KEYS of them, so that one product gives the scores of
-all: the transposed keys, the values and the queries of a tile are copied to memory that stays in the cache, from
-wherever `asks` (queries) and `order` (keys) say that they stand. A row's state is (largest score m, total l of
-exp(score - m), sum of exp(score - m)·value); (out, lse) of a row are the state (lse, 1, out), so that one launch goes
-on where another ended.
+all: keys, values and queries of a tile are copied to memory that stays in the cache, from wherever `asks` (queries)
+and `order` (keys) say that they stand. Scores are (keys × queries): then a vector holds one key's scores of several
+queries, maxima, sums and rules need nothing across its lanes, and only the queries have to be transposed. A row's
+state is (largest score m, total l of exp(score - m), sum of exp(score - m)·value); (out, lse) of a row are the state
+(lse, 1, out), so that one launch goes on where another ended.
 
 A matrix is (address, stride of instances, stride of rows) in entries. A row of `tiles` is (first query, how many,
 `most` at most), a row of `spans` (first key, how many, last, self): query i of the tile sees key j of the run where
@@ -15,20 +16,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from subquad.kernels.parallel import exp, inline
+from subquad.kernels.parallel import inline
+from subquad.kernels.vector_rows import absorb_columns, add_row, gradient_across
 from subquad.kernels.vectors import (
     BYTES,
-    exp_row,
-    largest,
     multiply,
-    multiply_add,
     multiply_add_turned,
+    multiply_turned,
     scale_row,
     transpose,
 )
-from subquad.kernels.workers import Workers
+from subquad.kernels.workers import Workers, keep
 
-ROWS = 24  # of a product: four times the rows that it keeps in registers
 KEYS = 128  # that are gathered together
 
 FIRST, COUNT, LAST, SELF = range(4)  # of a span
@@ -53,95 +52,92 @@ def _copy(like, size, width, matrix, order, g, first, count, factor, into):
 
 
 @inline
-def _fill(like, size, width, spans, t, p, done, sources, keys, values, order, g, rows_k, rows_v, kt, pieces):
+def _turn(like, size, width, rows, padded, straight, turned):
+    """turned (width × padded) = straightᵀ, whose rows behind the last become 0."""
+    straight[rows:padded] = like.dtype.type(0)
+    transpose(like[0], padded, width, straight.ctypes.data, width, turned.ctypes.data, turned.shape[1], size)
+
+
+@inline
+def _fill(like, size, width, spans, t, p, done, sources, keys, values, order, g, rows_k, rows_v, pieces):
     """Gathers keys of a tile, from key `done` of run p on, as many as there is room for.
 
-    → the run and the key to go on with, how many columns there are, and how many pieces (run, first key, behind the
-    last), each from a boundary of vectors on.
+    → the run and the key to go on with, how many keys there are, and how many pieces (run, first key, behind the last).
     """
-    one, zero, lanes, column, number = like.dtype.type(1), like.dtype.type(0), BYTES // size, 0, 0
+    one, column, number = like.dtype.type(1), 0, 0
     while p < spans.shape[1] and column < KEYS:
         many = min(spans[t, p, COUNT] - done, KEYS - column)
         if many > 0:
             first, source, at = spans[t, p, FIRST] + done, sources[p], column * width * size
             _copy(like, size, width, keys[source], order, g, first, many, one, rows_k.ctypes.data + at)
             _copy(like, size, width, values[source], order, g, first, many, one, rows_v.ctypes.data + at)
-            end = column + -(-many // lanes) * lanes
-            rows_k[column + many : end] = zero
-            rows_v[column + many : end] = zero
             pieces[number, 0], pieces[number, 1], pieces[number, 2] = p, done, done + many
-            number, column, done = number + 1, end, done + many
+            number, column, done = number + 1, column + many, done + many
         if done >= spans[t, p, COUNT]:
             p, done = p + 1, 0
-    transpose(like[0], column, width, rows_k.ctypes.data, width, kt.ctypes.data, KEYS, size)
     return p, done, column, number
 
 
 @inline
-def _hide(s, many, r0, spans, t, p, begin, end, column, bias, shift, order, g):
-    """Bias and rules for the columns of keys begin … end - 1 of run p; what stands behind them is nobody."""
-    nothing, lanes = s.dtype.type(-np.inf), BYTES // s.itemsize
-    count, last, own, first = end - begin, spans[t, p, LAST], spans[t, p, SELF], spans[t, p, FIRST] + begin
-    padded = -(-count // lanes) * lanes
-    for i in range(many):
-        row = s[i]
+def _hide(s, padded, spans, t, p, begin, end, column, bias, shift, order, g):
+    """Bias and rules for the rows of keys begin … end - 1 of run p."""
+    nothing, last, own, first = s.dtype.type(-np.inf), spans[t, p, LAST], spans[t, p, SELF], spans[t, p, FIRST]
+    for j in range(begin, end):
+        row = s[column + j - begin]
         if bias.shape[1] > 0:
-            for j in range(count):
-                row[column + j] += bias[g % len(bias), shift + _row(order, g, first + j)]
-        for j in range(max(0, r0 + i + last + 1 - begin), count):
-            row[column + j] = nothing
-        at = r0 + i + own - begin
-        if at >= 0 and at < count:
-            row[column + at] = nothing
-        for j in range(count, padded):
-            row[column + j] = nothing
-    return column + padded
+            more = bias[g % len(bias), shift + _row(order, g, first + j)]
+            for i in range(padded):
+                row[i] += more
+        for i in range(min(j - last, padded)):
+            row[i] = nothing
+        if j >= own and j - own < padded:
+            row[j - own] = nothing
 
 
 @inline
-def _scores(like, size, width, many, r0, columns, rows_q, kt, s, spans, t, pieces, number, bias, shifts, order, g):
-    """The scores (many × columns) of rows r0 … of a tile; pieces (number, 3): run, its first key, behind its last."""
-    at = rows_q.ctypes.data + r0 * width * size
-    multiply(like[0], many, columns, width, at, width, kt.ctypes.data, KEYS, s.ctypes.data, KEYS, size)
+def _scores(like, size, width, padded, columns, rows_k, qt, s, spans, t, pieces, number, bias, shifts, order, g):
+    """The scores (columns × padded) of a tile; pieces (number, 3): run, its first key, behind its last."""
+    down = qt.shape[1]
+    multiply(like[0], columns, padded, width, rows_k.ctypes.data, width, qt.ctypes.data, down, s.ctypes.data, down,
+             size)  # fmt: skip
     column = 0
     for c in range(number):
         p, begin, end = pieces[c]
-        column = _hide(s, many, r0, spans, t, p, begin, end, column, bias, shifts[p], order, g)
+        _hide(s, padded, spans, t, p, begin, end, column, bias, shifts[p], order, g)
+        column += end - begin
 
 
 @inline
-def _exponentiate(like, row, address, columns, top, total):
-    """Scores → exp(score - new top): the new (top, total), and by what the sums so far are multiplied."""
+def _absorb(like, size, width, rows, padded, columns, rows_v, s, sums, top, total, less, begun):
+    """The scores of gathered keys into the state of all rows of a tile; not `begun`: there are no sums yet."""
+    one, down = like.dtype.type(1), s.shape[1]
+    for i in range(0, padded, BYTES // size):
+        at = i * size
+        absorb_columns(like[0], s.ctypes.data + at, down, columns, top.ctypes.data + at, total.ctypes.data + at,
+                       less.ctypes.data + at)  # fmt: skip
+    into = sums.ctypes.data
+    if not begun:
+        multiply_turned(
+            like[0], rows, width, columns, s.ctypes.data, down, rows_v.ctypes.data, width, into, width, size
+        )
+        return
+    for r in range(rows):
+        if less[r] != one:
+            scale_row(less[r], into + r * width * size, into + r * width * size, width)
+    multiply_add_turned(
+        like[0], rows, width, columns, s.ctypes.data, down, rows_v.ctypes.data, width, into, width, size
+    )
+
+
+@inline
+def _start(like, size, width, asks, g, first, rows, padded, out, lse, fresh, sums, top, total):
+    """The state of a tile's rows: nothing, or what is in (out, lse)."""
     nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
-    best = largest(like[0], address, columns)
-    new = best if best > top else top
-    if new == nothing:  # no key, or nothing but NaN
-        for j in range(columns):
-            total += zero if row[j] == nothing else row[j]
-            row[j] = zero
-        return new, total, one
-    less = exp(top - new) if total != zero else zero
-    return new, total * less + exp_row(new, address, columns), less
-
-
-@inline
-def _absorb(like, size, width, rows, columns, rows_q, kt, rows_v, s, sums, top, total,
-            spans, t, pieces, number, bias, shifts, order, g):  # fmt: skip
-    """The gathered keys into the state of all rows of a tile."""
-    one = like.dtype.type(1)
-    for r0 in range(0, rows, ROWS):
-        many = min(ROWS, rows - r0)
-        _scores(like, size, width, many, r0, columns, rows_q, kt, s, spans, t, pieces, number, bias, shifts, order, g)
-        for i in range(many):
-            r = r0 + i
-            top[r], total[r], less = _exponentiate(
-                like, s[i], s.ctypes.data + i * KEYS * size, columns, top[r], total[r]
-            )
-            if less != one:
-                here = sums.ctypes.data + r * width * size
-                scale_row(less, here, here, width)
-        into = sums.ctypes.data + r0 * width * size
-        multiply_add(like[0], many, width, columns, s.ctypes.data, KEYS, rows_v.ctypes.data, width, into, width, size)
+    for r in range(padded):
+        before = nothing if fresh or r >= rows else lse[g, _row(asks, g, first + r)]
+        top[r], total[r] = before, zero if before == nothing else one
+    if not fresh:
+        _copy(like, size, width, out, asks, g, first, rows, one, sums.ctypes.data)
 
 
 @Workers
@@ -149,107 +145,119 @@ def forward(worker, workers, arguments):
     """out and lse of the queries of all tiles; a row of `work` is a task: (instance, first tile, behind the last)."""
     (like, size, width, most, work, tiles, spans, sources, shifts, asks, order, q, keys, values, bias, out, lse,
      scale, fresh) = arguments[0]  # fmt: skip
-    scale = like.dtype.type(scale)
+    scale, lanes = like.dtype.type(scale), BYTES // size
     nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
+    wide = -(-most // lanes) * lanes
+    rows_q, sums = np.empty((wide, width), like.dtype), np.empty((wide, width), like.dtype)
+    top, total, less = np.empty(wide, like.dtype), np.empty(wide, like.dtype), np.empty(wide, like.dtype)
+    rows_k, rows_v = np.empty((KEYS, width), like.dtype), np.empty((KEYS, width), like.dtype)
+    qt, s = np.empty((width, wide), like.dtype), np.empty((KEYS, wide), like.dtype)
+    pieces = np.empty((KEYS, 3), np.int64)
     for task in range(worker, len(work), workers):
         g, begin, end = work[task]
-        rows_q, sums = np.empty((most, width), like.dtype), np.empty((most, width), like.dtype)
-        top, total = np.empty(most, like.dtype), np.empty(most, like.dtype)
-        rows_k, rows_v = np.empty((KEYS, width), like.dtype), np.empty((KEYS, width), like.dtype)
-        kt, s = np.empty((width, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)
-        pieces = np.empty((KEYS, 3), np.int64)
         for t in range(begin, end):
             first, rows = tiles[t, 0], tiles[t, 1]
+            padded, begun, p, done = -(-rows // lanes) * lanes, not fresh, 0, 0
             _copy(like, size, width, q, asks, g, first, rows, scale, rows_q.ctypes.data)
-            for r in range(rows):
-                before = nothing if fresh else lse[g, _row(asks, g, first + r)]
-                top[r], total[r] = before, zero if before == nothing else one
-            if fresh:
-                sums[:rows] = zero
-            else:
-                _copy(like, size, width, out, asks, g, first, rows, one, sums.ctypes.data)
-            p, done = 0, 0
+            _turn(like, size, width, rows, padded, rows_q, qt)
+            _start(like, size, width, asks, g, first, rows, padded, out, lse, fresh, sums, top, total)
             while p < spans.shape[1]:
                 p, done, columns, number = _fill(like, size, width, spans, t, p, done, sources, keys, values, order, g,
-                                                 rows_k, rows_v, kt, pieces)  # fmt: skip
+                                                 rows_k, rows_v, pieces)  # fmt: skip
                 if columns > 0:
-                    _absorb(like, size, width, rows, columns, rows_q, kt, rows_v, s, sums, top, total,
+                    _scores(like, size, width, padded, columns, rows_k, qt, s,
                             spans, t, pieces, number, bias, shifts, order, g)  # fmt: skip
+                    _absorb(like, size, width, rows, padded, columns, rows_v, s, sums, top, total, less, begun)
+                    begun = True
+            if not begun:
+                sums[:rows] = zero
             for r in range(rows):
                 row, share = _row(asks, g, first + r), one / total[r] if total[r] != zero else zero
                 scale_row(share, _address(out, g, row, size), sums.ctypes.data + r * width * size, width)
                 lse[g, row] = top[r] + np.log(total[r]) if total[r] != zero else nothing
+    keep(rows_q, sums, top, total, less, rows_k, rows_v, qt, s)
 
 
 @inline
-def _add_rows(like, size, width, spans, t, pieces, number, sources, matrices, order, g, change):
-    """The rows of `change`, gathered as the keys were, are added to where they belong."""
-    lanes, column = BYTES // size, 0
+def _add_rows(like, size, width, spans, t, pieces, number, sources, matrices, order, g, change, once):
+    """The rows of `change`, gathered as the keys were, are added to where they belong; `once`: written there."""
+    one, column = like.dtype.type(1), 0
     for c in range(number):
         p, begin, end = pieces[c]
-        for j in range(end - begin):
-            row = _address(matrices[sources[p]], g, _row(order, g, spans[t, p, FIRST] + begin + j), size)
-            here = change.ctypes.data + (column + j) * width * size
-            multiply_add(like[0], 1, width, 1, like.ctypes.data, 1, here, width, row, width, size)
-        column += -(-(end - begin) // lanes) * lanes
+        for j in range(begin, end):
+            row = _address(matrices[sources[p]], g, _row(order, g, spans[t, p, FIRST] + j), size)
+            here = change.ctypes.data + (column + j - begin) * width * size
+            if once:
+                scale_row(one, row, here, width)
+            else:
+                add_row(one, row, here, width)
+        column += end - begin
+
+
+@inline
+def _gradients(like, size, width, rows, padded, columns, rows_q, rows_g, rows_k, rows_v, gt, s, ds, base, less,
+               sums, dk, dv, begun):  # fmt: skip
+    """Of gathered keys, whose scores are s: dk and dv, and into `sums` their share of dq."""
+    down, st, dst, into = s.shape[1], s.ctypes.data, ds.ctypes.data, sums.ctypes.data
+    multiply(like[0], columns, padded, width, rows_v.ctypes.data, width, gt.ctypes.data, down, dst, down, size)
+    for j in range(columns):
+        at = j * down * size
+        gradient_across(like[0], st + at, dst + at, base.ctypes.data, less.ctypes.data, padded)
+    multiply(like[0], columns, width, rows, dst, down, rows_q.ctypes.data, width, dk.ctypes.data, width, size)
+    multiply(like[0], columns, width, rows, st, down, rows_g.ctypes.data, width, dv.ctypes.data, width, size)
+    if begun:
+        multiply_add_turned(like[0], rows, width, columns, dst, down, rows_k.ctypes.data, width, into, width, size)
+    else:
+        multiply_turned(like[0], rows, width, columns, dst, down, rows_k.ctypes.data, width, into, width, size)
 
 
 @Workers
 def backward(worker, workers, arguments):
     """dq, dkeys and dvalues += the shares of all tiles, given lse (G, n), inf where a row saw nothing, and delta =
-    dout·out - dlse. No two tasks that run together may add to the same keys. `like` holds 1.
+    dout·out - dlse; `fresh`: dq = the share of the one tile that a query is in, `once`: dkeys and dvalues = those of
+    the one run that a key is in. No two tasks that run together may add to the same keys.
     """
     (like, size, width, most, work, tiles, spans, sources, shifts, asks, order, q, keys, values, bias, scale, dout,
-     delta, lse, dq, dkeys, dvalues) = arguments[0]  # fmt: skip
-    scale = like.dtype.type(scale)
+     delta, lse, dq, dkeys, dvalues, fresh, once) = arguments[0]  # fmt: skip
+    scale, lanes = like.dtype.type(scale), BYTES // size
     zero, one = like.dtype.type(0), like.dtype.type(1)
+    wide = -(-most // lanes) * lanes
+    rows_q, rows_g = np.empty((wide, width), like.dtype), np.empty((wide, width), like.dtype)
+    sums, base, less = np.empty((wide, width), like.dtype), np.zeros(wide, like.dtype), np.zeros(wide, like.dtype)
+    rows_k, rows_v = np.empty((KEYS, width), like.dtype), np.empty((KEYS, width), like.dtype)
+    dk, dv = np.empty((KEYS, width), like.dtype), np.empty((KEYS, width), like.dtype)
+    qt, gt = np.empty((width, wide), like.dtype), np.empty((width, wide), like.dtype)
+    s, ds = np.empty((KEYS, wide), like.dtype), np.empty((KEYS, wide), like.dtype)
+    pieces = np.empty((KEYS, 3), np.int64)
     for task in range(worker, len(work), workers):
         g, begin, end = work[task]
-        rows_q, rows_g = np.empty((most, width), like.dtype), np.empty((most, width), like.dtype)
-        sums, base, less = np.empty((most, width), like.dtype), np.empty(most, like.dtype), np.empty(most, like.dtype)
-        rows_k, rows_v = np.empty((KEYS, width), like.dtype), np.empty((KEYS, width), like.dtype)
-        dk, dv = np.empty((KEYS, width), like.dtype), np.empty((KEYS, width), like.dtype)
-        kt, vt = np.empty((width, KEYS), like.dtype), np.empty((width, KEYS), like.dtype)
-        s, ds = np.empty((ROWS, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)
-        pieces = np.empty((KEYS, 3), np.int64)
-        st, dst = s.ctypes.data, ds.ctypes.data
         for t in range(begin, end):
             first, rows = tiles[t, 0], tiles[t, 1]
+            padded, begun, p, done = -(-rows // lanes) * lanes, False, 0, 0
             _copy(like, size, width, q, asks, g, first, rows, scale, rows_q.ctypes.data)
             _copy(like, size, width, dout, asks, g, first, rows, one, rows_g.ctypes.data)
+            _turn(like, size, width, rows, padded, rows_q, qt)
+            _turn(like, size, width, rows, padded, rows_g, gt)
             for r in range(rows):
                 row = _row(asks, g, first + r)
                 base[r], less[r] = lse[g, row], delta[g, row]
-            sums[:rows] = zero
-            p, done = 0, 0
             while p < spans.shape[1]:
                 p, done, columns, number = _fill(like, size, width, spans, t, p, done, sources, keys, values, order, g,
-                                                 rows_k, rows_v, kt, pieces)  # fmt: skip
-                if columns == 0:
-                    continue
-                transpose(like[0], columns, width, rows_v.ctypes.data, width, vt.ctypes.data, KEYS, size)
-                dk[:columns] = zero
-                dv[:columns] = zero
-                for r0 in range(0, rows, ROWS):
-                    many, at = min(ROWS, rows - r0), r0 * width * size
-                    _scores(like, size, width, many, r0, columns, rows_q, kt, s,
+                                                 rows_k, rows_v, pieces)  # fmt: skip
+                if columns > 0:
+                    _scores(like, size, width, padded, columns, rows_k, qt, s,
                             spans, t, pieces, number, bias, shifts, order, g)  # fmt: skip
-                    gt, qt = rows_g.ctypes.data + at, rows_q.ctypes.data + at
-                    multiply(like[0], many, columns, width, gt, width, vt.ctypes.data, KEYS, dst, KEYS, size)
-                    for i in range(many):
-                        exp_row(base[r0 + i], st + i * KEYS * size, columns)
-                        for j in range(columns):
-                            ds[i, j] = s[i, j] * (ds[i, j] - less[r0 + i])
-                    into = sums.ctypes.data + at
-                    multiply_add(like[0], many, width, columns, dst, KEYS, rows_k.ctypes.data, width, into, width, size)
-                    multiply_add_turned(
-                        like[0], columns, width, many, dst, KEYS, qt, width, dk.ctypes.data, width, size
-                    )
-                    multiply_add_turned(like[0], columns, width, many, st, KEYS, gt, width, dv.ctypes.data, width, size)
-                _add_rows(like, size, width, spans, t, pieces, number, sources, dkeys, order, g, dk)
-                _add_rows(like, size, width, spans, t, pieces, number, sources, dvalues, order, g, dv)
+                    _gradients(like, size, width, rows, padded, columns, rows_q, rows_g, rows_k, rows_v, gt, s, ds,
+                               base, less, sums, dk, dv, begun)  # fmt: skip
+                    _add_rows(like, size, width, spans, t, pieces, number, sources, dkeys, order, g, dk, once)
+                    _add_rows(like, size, width, spans, t, pieces, number, sources, dvalues, order, g, dv, once)
+                    begun = True
+            if not begun:
+                sums[:rows] = zero
             for r in range(rows):
-                row = _address(dq, g, _row(asks, g, first + r), size)
-                here = sums.ctypes.data + r * width * size
-                scale_row(scale, here, here, width)
-                multiply_add(like[0], 1, width, 1, like.ctypes.data, 1, here, width, row, width, size)
+                row, here = _address(dq, g, _row(asks, g, first + r), size), sums.ctypes.data + r * width * size
+                if fresh:
+                    scale_row(scale, row, here, width)
+                else:
+                    add_row(scale, row, here, width)
+    keep(rows_q, rows_g, sums, base, less, rows_k, rows_v, dk, dv, qt, gt, s, ds)
