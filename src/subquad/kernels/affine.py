@@ -43,7 +43,7 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-    """What each of several modules gives for the same rows, by one function where all of them are plain `nn.Linear`s."""
+    """What several modules give for the same rows, by one function where all of them are plain `nn.Linear`s."""
     if all(is_untouched(module, nn.Linear) and pays(x, module.weight, module.bias) for module in modules):
         return _AffineParts.apply(x, *(module.weight for module in modules), *(module.bias for module in modules))
     return tuple(apply_linear(module, x) for module in modules)

@@ -1,7 +1,8 @@
 """The attention layer of the models: four projections and a mechanism between them.
 
 `q_proj`, `k_proj`, `v_proj` and `out_proj` are modules that are called, because adapters, quantisation and offloading
-replace or wrap them by name; only a plain `nn.Linear` that nobody has hooked is read (`kernels.affine`). `AttentionLayer` is the only place in the models that calls a mechanism.
+replace or wrap them by name; only a plain `nn.Linear` that nobody has hooked is read (`kernels.affine`).
+`AttentionLayer` is the only place in the models that calls a mechanism.
 """
 
 from __future__ import annotations
