@@ -37,12 +37,12 @@ def affine_parts(x: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequenc
     return F.linear(x, weight, bias).split(list(widths), -1)
 
 
-def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
+def apply_linear(module: Any, x: Tensor) -> Tensor:
     """What module(x) gives; by `affine` where nobody has replaced, wrapped or hooked the `nn.Linear`."""
     return affine(x, module.weight, module.bias) if is_untouched(module, nn.Linear) else module(x)
 
 
-def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+def apply_linears(modules: Sequence[Any], x: Tensor) -> tuple[Tensor, ...]:
     """What several modules give for the same rows, by one function where all of them are plain `nn.Linear`s."""
     if all(is_untouched(module, nn.Linear) and pays(x, module.weight, module.bias) for module in modules):
         return _AffineParts.apply(x, *(module.weight for module in modules), *(module.bias for module in modules))
@@ -77,7 +77,7 @@ class _Affine(torch.autograd.Function):
 
 class _AffineParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *maps: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, *maps: Any) -> tuple[Tensor, ...]:
         """maps: all weights, then all biases."""
         weights, biases = maps[: len(maps) // 2], maps[len(maps) // 2 :]
         ctx.save_for_backward(x, *weights)

@@ -48,10 +48,10 @@ def _in_pieces(
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
         inner: list[Tensor] = []
-        out = _in_pieces(*given, inner)
-        ctx.save_for_backward(*given, *inner)
+        out = _in_pieces(x, w1, b1, w2, b2, inner)
+        ctx.save_for_backward(x, w1, b1, w2, b2, *inner)
         return out
 
     @staticmethod
