@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import subquad
 from subquad import MultiheadAttention
+from subquad.attention import summaries
+from subquad.attention.base import Call
 from subquad.kernels.pools.nodes import binary_nodes
 from subquad.kernels.pools.shapes import others, pooled, prefixes
 from subquad.layers import Projections
@@ -423,3 +425,17 @@ def test_nan_in_padding_reaches_no_gradient(abstraction):
     out = a(*x, key_mask=mask)
     grads = torch.autograd.grad(out.sum(), [*x, *a.parameters()])
     assert all(g.isfinite().all() for g in (out, *grads))
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_rows_of_their_own_lengths_are_turned_around_with_their_derivatives(strided):
+    lengths, draw = torch.tensor([5, 0, 1, 4]), torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, 5, 2, generator=draw, dtype=torch.float64)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if strided else x
+    call = Call(None, lengths, None, 0.0, False, 5)
+    turn = summaries._Reverse(summaries.Tokens(x, x, x, call))
+    expected = torch.stack([torch.cat([row[:, :n].flip(1), row[:, n:]], 1) for row, n in zip(x, lengths, strict=True)])
+    assert torch.equal(turn(x), expected)
+    assert torch.autograd.gradcheck(turn, x.clone().requires_grad_())
+    assert torch.autograd.gradgradcheck(turn, x.clone().requires_grad_())
+    assert torch.equal(torch.func.vmap(turn)(x[None])[0], expected)

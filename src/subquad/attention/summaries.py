@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from subquad.attention.base import Call, Rows
 from subquad.attention.checks import check_inputs
 from subquad.core.numbers import is_symbolic, length_of
+from subquad.kernels import devices
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members
 from subquad.kernels.pools.groups import grid, group_pools, groups_with_members
@@ -118,7 +119,8 @@ def summarise_shard(module: Any, text: str, number: int, group_set: GroupSet, fe
 def _nodes(module, tokens: Tokens, features, find: _Finder, *, back: bool) -> Source:
     """All binary blocks, a Fenwick tree as long as the sequence; `back`: of the sequence read from its end."""
     turn = _Reverse(tokens) if back else _identity
-    k, v, fq, fk = (turn(x) for x in (tokens.k, tokens.v, *features))
+    k, v, fq = (turn(x) for x in (tokens.k, tokens.v, features[0]))
+    fk = k if features[1] is tokens.k else turn(features[1])
     real = tokens.call.exists
     exists = None if real is None else turn(real[..., None])[..., 0]  # (B, 1, n)
     about = ("nodes", 0, module.options.causal)
@@ -140,6 +142,7 @@ class _Reverse:
 
     def __init__(self, tokens: Tokens) -> None:
         self.lengths, n = tokens.call.lengths, tokens.q.shape[2]
+        self.indices: dict[int, Tensor] = {}
         if self.lengths is not None:
             place = torch.arange(n, device=tokens.q.device)
             last = self.lengths[:, None] - 1
@@ -148,7 +151,32 @@ class _Reverse:
     def __call__(self, x: Tensor) -> Tensor:
         if self.lengths is None:
             return x.flip(2)
-        return x.gather(2, self.order[:, None, :, None].expand(-1, *x.shape[1:2], -1, x.shape[3]))
+        if torch.compiler.is_compiling() or not devices.is_host(x):
+            return x.gather(2, self.order[:, None, :, None].expand(-1, *x.shape[1:2], -1, x.shape[3]))
+        heads = x.shape[1]
+        if heads not in self.indices:
+            first = torch.arange(len(x) * heads)[:, None] * x.shape[2]  # (B·H, 1)
+            self.indices[heads] = (first + self.order.repeat_interleave(heads, 0)).flatten()  # (B·H·n,)
+        return _Reordered.apply(x, self.indices[heads])
+
+
+class _Reordered(torch.autograd.Function):
+    """Whole rows in another order, which is its own inverse: so is the derivative. `gather` goes number by number."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor) -> Tensor:
+        return x.reshape(-1, x.shape[-1]).index_select(0, index).view(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return _Reordered.apply(grads[0], index), None
 
 
 # ---- grids --------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The attention layer of the models: four projections and a mechanism between them.
 
-`q_proj`, `k_proj`, `v_proj` and `out_proj` are modules that are called, never read: adapters, quantisation and
-offloading replace or wrap them by name. `AttentionLayer` is the only place in the models that calls a mechanism.
+`q_proj`, `k_proj`, `v_proj` and `out_proj` are modules that are called, because adapters, quantisation and offloading
+replace or wrap them by name; only a plain `nn.Linear` that nobody has hooked is read (`kernels.affine`).
+`AttentionLayer` is the only place in the models that calls a mechanism.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers import EncoderDecoderCache
 from subquad.attention.base import Record, draw_seed
 from subquad.attention.registry import attention as make_attention
 from subquad.attention.rows import repeat_heads
+from subquad.kernels.affine import apply_linear, apply_linears
 from subquad.models.cache import StateLayer
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import separate_projections
@@ -41,16 +43,20 @@ class Projections:
         return self.rotation is None
 
     def queries(self, x: Tensor) -> Tensor:
-        return self._rotated(self._split(self.layer.q_proj(x)))
+        return self._rotated(self._split(apply_linear(self.layer.q_proj, x)))
 
     def keys(self, x: Tensor) -> Tensor:
-        return self._rotated(self._split(self.layer.k_proj(x)))
+        return self._rotated(self._split(apply_linear(self.layer.k_proj, x)))
 
     def values(self, x: Tensor) -> Tensor:
-        return self._split(self.layer.v_proj(x))
+        return self._split(apply_linear(self.layer.v_proj, x))
 
     def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.queries(query), self.keys(key), self.values(value)
+        if not (query is key and key is value):
+            return self.queries(query), self.keys(key), self.values(value)
+        layer = self.layer
+        q, k, v = (self._split(part) for part in apply_linears((layer.q_proj, layer.k_proj, layer.v_proj), query))
+        return self._rotated(q), self._rotated(k), v
 
     def of_rows(self, bucket: Bucket, batch: int) -> Projections:
         """The projections of the sequences of a packed batch, each a row."""
@@ -137,7 +143,7 @@ class AttentionLayer(nn.Module):
                 weights, y = self._defined(project, x, keys, key_mask, drawn, packing)
         if key_mask is not None and context is None and not mechanism.positional:
             y = y.masked_fill(~key_mask[..., None], 0)  # as positional mechanisms do: padding gives the same anywhere
-        return self.out_proj(y), record, weights
+        return apply_linear(self.out_proj, y), record, weights
 
     def _streamed(
         self,

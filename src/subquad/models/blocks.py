@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, GELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from subquad.kernels.affine import apply_linear, is_untouched
+from subquad.kernels.feedforward import feedforward
 from subquad.models.attention import AttentionLayer
 from subquad.models.config import SubquadConfig
 from subquad.models.outputs import BlockOutput
@@ -76,6 +78,13 @@ class FeedForward(Glorot):
             ACT2FN[config.hidden_act],
             nn.Linear(config.intermediate_size, config.hidden_size),
         )
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, activation, second = self
+        exact = is_untouched(activation, GELUActivation) and activation.act is nn.functional.gelu
+        if exact and is_untouched(first, nn.Linear) and is_untouched(second, nn.Linear):
+            return feedforward(x, first.weight, first.bias, second.weight, second.bias)
+        return apply_linear(second, activation(apply_linear(first, x)))
 
 
 class Block(GradientCheckpointingLayer):

@@ -14,6 +14,7 @@ from transformers import Cache
 
 from subquad.distributed.layouts import Layout, current
 from subquad.distributed.parallel import total
+from subquad.kernels.affine import apply_linear
 from subquad.models.blocks import Glorot
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
@@ -143,7 +144,9 @@ class SubquadForCausalLM(Head, CachedGenerationMixin):
             raise ValueError("logits_to_keep: the loss needs all logits; leave it out, or the labels")
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         states = backbone.last_hidden_state if keep_all else backbone.last_hidden_state[:, kept]
-        return self.scored(backbone, self.lm_head(states), shift_labels, num_items_in_batch)  # logits (B, n, V)
+        return self.scored(
+            backbone, apply_linear(self.lm_head, states), shift_labels, num_items_in_batch
+        )  # logits (B, n, V)
 
 
 class SubquadForMaskedLM(Head):
@@ -159,7 +162,7 @@ class SubquadForMaskedLM(Head):
         self.post_init()
 
     def score(self, states: Tensor, attention_mask: Tensor | None, packing: Packing | None) -> Tensor:
-        return self.lm_head(self.transform(states))  # (B, n, V)
+        return apply_linear(self.lm_head, self.transform(states))  # (B, n, V)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         if prefix + OLD_BIAS in state_dict:
