@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import subquad
+from subquad.attention import composite_slice, length_groups
 from subquad.attention.slicing import Composer
 from subquad.layers import MultiheadAttention, Projections
 from subquad.positions import MultiScalePositions
@@ -461,3 +462,44 @@ def test_slices_are_cheaper_than_linear_up_to_the_crossover():
 def test_the_plot_is_drawn(tmp_path):
     path = draw_slice_cost(tmp_path / "new" / "cost.png", slice_lengths=(8, 32), abstractions=(64,))
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- rows of similar length together ----
+
+
+@both
+@ablation
+def test_a_padded_batch_in_groups_of_similar_length_is_the_definition(name, causal, monkeypatch):
+    monkeypatch.setattr(length_groups, "LEAST", 1)
+    calls = []
+    together = length_groups.put_together
+    monkeypatch.setattr(composite_slice, "put_together", lambda *a: calls.append(a) or together(*a))
+    m = layer(causal, **ABLATIONS[name])
+    lengths = torch.tensor([7, 70, 0, 33, 64, 12, 1])
+    place, first = torch.arange(70), torch.tensor([3, 0, 0, 20, 0, 0, 69])[:, None]
+    mask = (place >= first) & (place < first + lengths[:, None])
+    mask[4, 10:20] = False  # a hole
+    x = torch.randn(7, 70, 8, dtype=torch.double)
+    x[~mask] = NAN  # never reaches anything
+    x.requires_grad_()
+    y = torch.where(mask[..., None], x.detach(), 0.0).requires_grad_()
+    found = fast(m, x, x, x, mask)
+    expected = m.attention.dense_tokens(y, y, y, Projections(m), mask)
+    assert len(calls) == 1 and torch.allclose(found, expected, atol=1e-10)
+    grad = torch.randn_like(found)
+    parameters = [p for p in m.parameters() if p is not m.out_proj.weight and p is not m.out_proj.bias]
+    ours = torch.autograd.grad(found, [x, *parameters], grad, allow_unused=True)
+    theirs = torch.autograd.grad(expected, [y, *parameters], grad, allow_unused=True)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, atol=1e-9))
+
+
+def test_groups_are_made_only_where_they_pay():
+    x = torch.empty(8, 1024, 512)
+    lengths = torch.linspace(512, 1024, 8).long()
+    groups = length_groups.length_groups(lengths, x)
+    assert [group.longest for group in groups] == [1024, 877, 731, 585]
+    assert sorted(torch.cat([group.rows for group in groups]).tolist()) == list(range(8))
+    assert not length_groups.length_groups(torch.full((8,), 1000), x), "nothing would be spared"
+    assert not length_groups.length_groups(lengths, x[:, :, :8]), "a small batch"
+    assert not length_groups.length_groups(None, x)

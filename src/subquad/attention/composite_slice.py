@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention, Call, Capabilities, Record
 from subquad.attention.checks import check_lengths, check_mask
 from subquad.attention.composite_slice_definition import Definition
+from subquad.attention.length_groups import length_groups, put_together
 from subquad.attention.rows import Rows
 from subquad.attention.slicing import Composer, Tokens, each
 from subquad.attention.states import entrance
@@ -214,11 +215,21 @@ class CompositeSlice(Attention):
         if self.across is not None:
             return self.across.attend_tokens(self, query, key, value, project, key_mask, seed)
         rows = Rows.of(key_mask, align=True)
-        tokens = each(lambda x: _clean(rows.align(x[:, None])[:, 0], rows.key_mask), (query, key, value))
-        composer = self._composer(self._call(rows, seed, query.shape[1]))
-        out = composer.compose(tokens, project, rows.key_mask, 0)
-        out = out if rows.key_mask is None else _clean(out, rows.key_mask)
+        call = self._call(rows, seed, query.shape[1])
+        tokens = each(lambda x: rows.align(x[:, None])[:, 0], (query, key, value))
+        alone = not call.dropout and not self.options.interpolate and project.affine  # no row depends on the others
+        groups = length_groups(rows.lengths, query) if alone else []
+        if not groups:
+            out = self._composed(tokens, project, rows.key_mask, call)
+        else:
+            cut = [(each(group.cut, tokens), group.cut(rows.key_mask)) for group in groups]
+            out = put_together([self._composed(x, project, real, call) for x, real in cut], groups, query.shape[1])
         return rows.restore(out[:, None])[:, 0], Record()
+
+    def _composed(self, tokens: Tokens, project: Any, real: Tensor | None, call: Call) -> Tensor:
+        """All scales of tokens (B, n, E); `real` bool (B, n): which exist."""
+        tokens = each(lambda x: _clean(x, real), tokens)
+        return _clean(self._composer(call).compose(tokens, project, real, 0), real)
 
     def _composer(self, call: Call) -> Composer:
         if not is_symbolic(call.slots):
