@@ -241,7 +241,9 @@ def test_no_summary_leaks_the_future(spec, n):
         moved = [x.detach().clone() for x in xs]
         for x in moved:
             x[:, :, t] += 3.0
-        assert torch.equal(module(*moved)[:, :, :t], base[:, :, :t])
+        after = module(*moved)[:, :, :t]
+        # a cluster's tokens stand elsewhere in memory when a later one joins: the last bit may be rounded differently
+        assert (after - base[:, :, :t]).abs().max() <= (1e-15 if spec == "combiner-routing" else 0)
         for g in torch.autograd.grad(base[:, :, :t].sum(), xs, retain_graph=True):
             assert not g[:, :, t:].any()
 

@@ -34,7 +34,7 @@ def length_groups(lengths: Tensor | None, x: Tensor) -> list[Group]:
     """The groups of a batch x (B, n, E) whose rows have so many slots in use, (B,); [] where they would not pay, or
     where nobody may look at the lengths.
     """
-    if lengths is None or len(x) < 2 or x.numel() < LEAST or not readable(lengths):
+    if lengths is None or not readable(lengths) or len(x) < 2 or x.numel() < LEAST:
         return []
     order = lengths.argsort(descending=True)
     size = -(-len(order) // GROUPS)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from subquad.attention.base import Call, Rows
 from subquad.attention.checks import check_inputs
 from subquad.core.numbers import is_symbolic, length_of
-from subquad.kernels import devices
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members
 from subquad.kernels.pools.groups import grid, group_pools, groups_with_members
+from subquad.kernels.values import readable
 from subquad.supports.grids import has_groups
 from subquad.supports.partitions import GroupSet
 from subquad.supports.shards import in_blocks
@@ -151,7 +151,7 @@ class _Reverse:
     def __call__(self, x: Tensor) -> Tensor:
         if self.lengths is None:
             return x.flip(2)
-        if torch.compiler.is_compiling() or not devices.is_host(x):
+        if not readable(x):
             return x.gather(2, self.order[:, None, :, None].expand(-1, *x.shape[1:2], -1, x.shape[3]))
         heads = x.shape[1]
         if heads not in self.indices:
