@@ -259,6 +259,24 @@ def test_swap_leaves_cross_attention_and_numbers_the_layers():
         subquad.swap(decoder, None)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_swap_turns_nested_tensors_off():
+    """nn.TransformerEncoder makes them of padded batches in evaluation, for its own kernel."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, padding = torch.randn(2, 9, 16), torch.zeros(2, 9, dtype=torch.bool)
+    padding[1, 5:] = True
+    with torch.no_grad():
+        want = encoder(x, src_key_padding_mask=padding)
+        done = subquad.swap(encoder, "full")
+        got = encoder(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(got[~padding], want[~padding], atol=1e-5, rtol=1e-4)
+    assert done.unnested == ("",)
+    assert "nested tensors turned off (enable_nested_tensor=False): the model itself" in str(done)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+    done = subquad.swap(nn.ModuleDict({"a": plain, "b": nn.MultiheadAttention(8, 2)}), "full")
+    assert done.unnested == ("a",)
+
+
 @pytest.mark.parametrize("spec", ["full", "combiner-fixed", "random", "sbm"])
 def test_empty_batches_and_wrong_seeds_are_refused(spec):
     a, x = subquad.attention(spec, num_heads=2, head_dim=4), torch.randn(2, 2, 5, 4)

@@ -18,12 +18,15 @@ class Swapped(NamedTuple):
     replaced: tuple[str, ...]
     new_parameters: tuple[str, ...]
     kept: tuple[str, ...] = ()  # cross-attention of decoders, which the mechanism has no meaning for
+    unnested: tuple[str, ...] = ()  # encoders whose nested tensors were turned off
 
     def __str__(self) -> str:
         layers = f"layers replaced: {', '.join(name or 'the module itself' for name in self.replaced)}"
         new = f"{len(self.new_parameters)} new parameters to train: {', '.join(self.new_parameters)}"
         left = f"\nleft as they are (cross-attention): {', '.join(self.kept)}" if self.kept else ""
-        return f"{layers}\n{new if self.new_parameters else 'no new parameters'}{left}"
+        encoders = ", ".join(name or "the model itself" for name in self.unnested)
+        off = f"\nnested tensors turned off (enable_nested_tensor=False): {encoders}" if encoders else ""
+        return f"{layers}\n{new if self.new_parameters else 'no new parameters'}{left}{off}"
 
 
 def swap(
@@ -35,8 +38,10 @@ def swap(
         print(done)                                     # which layers, and which parameters are new
 
     The model is changed in place; where it is itself such a layer, `done.model` is the new one. Projections, biases,
-    dropout, device, dtype and training mode are kept. Call the layers with need_weights=False: weights cost n². A model
-    that was trained with full attention computes another function now: train it after swapping.
+    dropout, device, dtype and training mode are kept. Nested tensors, to which `nn.TransformerEncoder` turns padded
+    batches in evaluation, are turned off: they are for torch's own kernel. Call the layers with need_weights=False:
+    weights cost n². A model that was trained with full attention computes another function now: train it after
+    swapping.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -68,7 +73,19 @@ def swap(
             setattr(model.get_submodule(parent), child, ours)
         else:
             model = ours
-    return Swapped(model, tuple(made), tuple(new), tuple(name for name, layer in found if id(layer) in kept))
+    left = tuple(name for name, layer in found if id(layer) in kept)
+    return Swapped(model, tuple(made), tuple(new), left, turn_nesting_off(model))
+
+
+def turn_nesting_off(model: nn.Module) -> tuple[str, ...]:
+    """The names of the encoders with our layers that would have handed nested tensors to them."""
+    names = []
+    for name, part in model.named_modules():
+        ours = isinstance(part, nn.TransformerEncoder) and any(isinstance(x, MultiheadAttention) for x in part.modules())
+        if ours and part.use_nested_tensor:
+            part.enable_nested_tensor = part.use_nested_tensor = False
+            names.append(name)
+    return tuple(names)
 
 
 def replacement(layer: nn.MultiheadAttention, spec: str, **options: Any) -> MultiheadAttention:
