@@ -390,7 +390,7 @@ def test_a_cache_of_keys_is_no_state():
     """The error names the cause: a size that is left open, training, or a cache that was made elsewhere."""
     ids = torch.randint(3, 97, (1, 12))
     for spec, mode, message in (
-        ("combiner-fixed", False, r"span is left open.*set span or max_length, convert\(model, 'combiner-fixed', span="),
+        ("combiner-fixed", False, r"span is left open.*set span or max_length, convert\(model, 'combiner-fix"),
         ("cosformer", False, r"max_length is left open.*set max_length, convert"),
         (SMALL, True, r"in training mode with gradients: call model\.eval\(\)"),
     ):

@@ -80,9 +80,9 @@ def swap(
 def turn_nesting_off(model: nn.Module) -> tuple[str, ...]:
     """The names of the encoders with our layers that would have handed nested tensors to them."""
     names = []
-    for name, part in model.named_modules():
-        ours = isinstance(part, nn.TransformerEncoder) and any(isinstance(x, MultiheadAttention) for x in part.modules())
-        if ours and part.use_nested_tensor:
+    encoders = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.TransformerEncoder)]
+    for name, part in encoders:
+        if part.use_nested_tensor and any(isinstance(inner, MultiheadAttention) for inner in part.modules()):
             part.enable_nested_tensor = part.use_nested_tensor = False
             names.append(name)
     return tuple(names)
