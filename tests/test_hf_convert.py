@@ -371,6 +371,7 @@ def test_packed_batches_and_masks_of_ones_own_are_refused():
         (SMALL, {"layers": "all"}, "layers must be a list of integers from 0 to 1, or None for all, not 'all'"),
         (SMALL, {"full_heads": [0]}, "full_heads must be a dictionary from layers to lists of heads, or None, not"),
         ({0: "full"}, {}, "nothing to convert"),
+        (SMALL, {"num_heads": 2}, "num_heads cannot be given: the layer's own is kept"),
         ({0: SMALL}, {"layers": [0]}, "a dictionary names the layers itself"),
     ],
 )

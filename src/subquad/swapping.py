@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -48,6 +49,7 @@ def swap(
     if not isinstance(spec, str):
         raise TypeError(f"spec must be a text such as 'combiner-fixed:span=64', not {spec!r}")
     cls, given = mechanism(split_spec(spec)[0]), {*split_spec(spec)[1], *options}
+    refuse_kept(cls.name, options)
     decoders = [part for part in model.modules() if isinstance(part, nn.TransformerDecoderLayer)]
     kept = set() if cls.capabilities.cross else {id(part.multihead_attn) for part in decoders}
     found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.MultiheadAttention)]
@@ -75,6 +77,13 @@ def swap(
             model = ours
     left = tuple(name for name, layer in found if id(layer) in kept)
     return Swapped(model, tuple(made), tuple(new), left, turn_nesting_off(model))
+
+
+def refuse_kept(name: str, options: dict[str, Any]) -> None:
+    """What a layer keeps cannot be given."""
+    kept = set(inspect.signature(MultiheadAttention).parameters) - {"options"}
+    for key in kept.intersection(options):
+        raise TypeError(f"{key} cannot be given: that of the replaced layer is kept; what can be are options of {name}")
 
 
 def turn_nesting_off(model: nn.Module) -> tuple[str, ...]:
