@@ -371,6 +371,7 @@ def test_packed_batches_and_masks_of_ones_own_are_refused():
         (SMALL, {"layers": "all"}, "layers must be a list of integers from 0 to 1, or None for all, not 'all'"),
         (SMALL, {"full_heads": [0]}, "full_heads must be a dictionary from layers to lists of heads, or None, not"),
         ({0: "full"}, {}, "nothing to convert"),
+        (SMALL, {"num_heads": 2}, "num_heads cannot be given: the layer's own is kept"),
         ({0: SMALL}, {"layers": [0]}, "a dictionary names the layers itself"),
     ],
 )
@@ -387,11 +388,32 @@ def test_wrong_models():
 
 
 def test_a_cache_of_keys_is_no_state():
-    model = hf.convert(llama().eval(), "combiner-fixed")  # its span is left open
+    """The error names the cause: a size that is left open, training, or a cache that was made elsewhere."""
     ids = torch.randint(3, 97, (1, 12))
-    cache = model(input_ids=ids, use_cache=True).past_key_values
+    for spec, mode, message in (
+        ("combiner-fixed", False, r"span is left open.*set span or max_length, convert\(model, 'combiner-fix"),
+        ("cosformer", False, r"max_length is left open.*set max_length, convert"),
+        (SMALL, True, r"in training mode with gradients: call model\.eval\(\)"),
+    ):
+        model = hf.convert(llama().train(mode), spec)
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match=message):
+            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+    cache = llama().eval()(input_ids=ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="cannot go on from a cache of keys"):
-        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+        model.eval()(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+def test_generate_in_training_mode():
+    """Nothing is dropped in this model: it writes what it writes in evaluation, with states in its cache."""
+    model, ids = hf.convert(llama().eval(), SMALL), torch.randint(3, 97, (2, 11))
+    about = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **about)
+    got = model.train().generate(ids, **about, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, want)
+    assert all(type(layer).__name__ == "StateLayer" for layer in got.past_key_values.layers)
+    dropping = hf.convert(llama(attention_dropout=0.3).train(), SMALL)
+    assert dropping.generate(ids, **about).shape == (2, 19)
 
 
 # ---- tools of the trade -------------------------------------------------------------------------------------

@@ -259,6 +259,46 @@ def test_swap_leaves_cross_attention_and_numbers_the_layers():
         subquad.swap(decoder, None)
 
 
+@pytest.mark.parametrize("key", ["num_heads", "head_dim", "dropout", "batch_first"])
+def test_swap_refuses_what_the_layer_keeps(key):
+    with pytest.raises(
+        TypeError, match=f"^{key} cannot be given: that of the replaced layer is kept; .*combiner-fixed"
+    ):
+        subquad.swap(nn.MultiheadAttention(8, 2), "combiner-fixed", **{key: 4})
+    swapped = subquad.swap(nn.MultiheadAttention(8, 2), "full:dropout=0.1").model  # torch's is 0: it says nothing
+    assert swapped.attention.options.dropout == 0.1
+
+
+def test_what_help_and_dir_show():
+    for method in (subquad.Attention.forward, subquad.Attention.__init__):
+        assert method.__doc__ and method.__doc__ != nn.Module.forward.__doc__
+    assert "(B, H, n, d)" in subquad.Attention.forward.__doc__
+    assert "(B, n, E)" in subquad.MultiheadAttention.forward.__doc__
+    assert subquad.Attention.forward.__annotations__["seed"] == "Tensor | int | None"
+    assert "num_heads=8 and head_dim=64 are the defaults" in subquad.attention.__doc__
+    assert subquad.attention("full").options.num_heads == 8 and subquad.attention("full").options.head_dim == 64
+    assert not {"Any", "ModuleType", "TYPE_CHECKING", "import_module", "sys", "annotations"} & set(dir(subquad))
+    assert {*subquad.__all__, "hf", "testing", "__version__"} <= set(dir(subquad))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_swap_turns_nested_tensors_off():
+    """nn.TransformerEncoder makes them of padded batches in evaluation, for its own kernel."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, padding = torch.randn(2, 9, 16), torch.zeros(2, 9, dtype=torch.bool)
+    padding[1, 5:] = True
+    with torch.no_grad():
+        want = encoder(x, src_key_padding_mask=padding)
+        done = subquad.swap(encoder, "full")
+        got = encoder(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(got[~padding], want[~padding], atol=1e-5, rtol=1e-4)
+    assert done.unnested == ("",)
+    assert "nested tensors turned off (enable_nested_tensor=False): the model itself" in str(done)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+    done = subquad.swap(nn.ModuleDict({"a": plain, "b": nn.MultiheadAttention(8, 2)}), "full")
+    assert done.unnested == ("a",)
+
+
 @pytest.mark.parametrize("spec", ["full", "combiner-fixed", "random", "sbm"])
 def test_empty_batches_and_wrong_seeds_are_refused(spec):
     a, x = subquad.attention(spec, num_heads=2, head_dim=4), torch.randn(2, 2, 5, 4)

@@ -283,6 +283,29 @@ def test_bad_inputs():
         model(torch.zeros(1, 4, dtype=torch.long), token_type_ids=torch.zeros(1, 4, dtype=torch.long))
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_inputs_of_a_wrong_shape_or_dtype_are_named(head):
+    model = HEADS[head](config()).eval()
+    good = batch(head, 8)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    ids = good["input_ids"]
+    for wrong, words in (
+        ({"input_ids": ids[0]}, r"input_ids must have shape \(B, n\), not \(8,\); for a batch of one row pass"),
+        ({"input_ids": ids.float()}, r"input_ids must be a tensor \(B, n\) of dtype torch.int64 .* not torch.float32"),
+        ({"input_ids": ids.tolist()}, "input_ids must be a tensor .* not list"),
+        ({"attention_mask": mask[:, :7]}, r"attention_mask must have shape \(B, n\) = \(2, 8\), not \(2, 7\)"),
+        ({"attention_mask": mask[:1]}, r"attention_mask must have shape \(B, n\) = \(2, 8\), not \(1, 8\)"),
+        ({"attention_mask": mask[0]}, r"attention_mask must have shape \(B, n\) = \(2, 8\), not \(8,\)"),
+        ({"attention_mask": [1] * 8}, "attention_mask must be a tensor .* not list"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            model(**{**good, **wrong})
+    if head != "pair":
+        embeds = torch.randn(2, 8, 5)
+        with pytest.raises(ValueError, match=r"inputs_embeds must have shape \(B, n, 16\), not \(2, 8, 5\)"):
+            model(**{**good, "input_ids": None, "inputs_embeds": embeds})
+
+
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_padded_row_gives_what_it_gives_alone(spec, positions):

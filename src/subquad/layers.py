@@ -103,6 +103,10 @@ class MultiheadAttention(nn.Module):
         head_dim: int | None = None,
         **options: Any,
     ) -> None:
+        """The arguments before the star are torch's; `attention` is a name or a spec such as "combiner-fixed:span=64".
+
+        `causal`, `max_length`, `dropout` and `options` are handed to the mechanism; `num_kv_heads` divides num_heads.
+        """
         super().__init__()
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, value in sizes.items():
@@ -170,6 +174,13 @@ class MultiheadAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """query (B, n, E), key (B, m, kdim), value (B, m, vdim) → output (B, n, E) and weights, or None.
+
+        Without batch_first the order is (n, B, E); without a batch it is (n, E). `key_padding_mask` (B, m): True or
+        -inf = padding. `attn_mask` (n, m) or (B·H, n, m): True or -inf = may not attend. `is_causal` says that the mask
+        is the causal one. The weights, returned with need_weights=True, are (B, n, m), or (B, H, n, m) with
+        average_attn_weights=False.
+        """
         self._check_tokens(query, key, value)
         batched = query.dim() == 3
         tokens = [x if batched else x[None] if self.batch_first else x[:, None] for x in (query, key, value)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,12 +19,15 @@ class Swapped(NamedTuple):
     replaced: tuple[str, ...]
     new_parameters: tuple[str, ...]
     kept: tuple[str, ...] = ()  # cross-attention of decoders, which the mechanism has no meaning for
+    unnested: tuple[str, ...] = ()  # encoders whose nested tensors were turned off
 
     def __str__(self) -> str:
         layers = f"layers replaced: {', '.join(name or 'the module itself' for name in self.replaced)}"
         new = f"{len(self.new_parameters)} new parameters to train: {', '.join(self.new_parameters)}"
         left = f"\nleft as they are (cross-attention): {', '.join(self.kept)}" if self.kept else ""
-        return f"{layers}\n{new if self.new_parameters else 'no new parameters'}{left}"
+        encoders = ", ".join(name or "the model itself" for name in self.unnested)
+        off = f"\nnested tensors turned off (enable_nested_tensor=False): {encoders}" if encoders else ""
+        return f"{layers}\n{new if self.new_parameters else 'no new parameters'}{left}{off}"
 
 
 def swap(
@@ -35,14 +39,17 @@ def swap(
         print(done)                                     # which layers, and which parameters are new
 
     The model is changed in place; where it is itself such a layer, `done.model` is the new one. Projections, biases,
-    dropout, device, dtype and training mode are kept. Call the layers with need_weights=False: weights cost n². A model
-    that was trained with full attention computes another function now: train it after swapping.
+    dropout, device, dtype and training mode are kept. Nested tensors, to which `nn.TransformerEncoder` turns padded
+    batches in evaluation, are turned off: they are for torch's own kernel. Call the layers with need_weights=False:
+    weights cost n². A model that was trained with full attention computes another function now: train it after
+    swapping.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(spec, str):
         raise TypeError(f"spec must be a text such as 'combiner-fixed:span=64', not {spec!r}")
     cls, given = mechanism(split_spec(spec)[0]), {*split_spec(spec)[1], *options}
+    refuse_kept(cls.name, options)
     decoders = [part for part in model.modules() if isinstance(part, nn.TransformerDecoderLayer)]
     kept = set() if cls.capabilities.cross else {id(part.multihead_attn) for part in decoders}
     found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.MultiheadAttention)]
@@ -68,7 +75,26 @@ def swap(
             setattr(model.get_submodule(parent), child, ours)
         else:
             model = ours
-    return Swapped(model, tuple(made), tuple(new), tuple(name for name, layer in found if id(layer) in kept))
+    left = tuple(name for name, layer in found if id(layer) in kept)
+    return Swapped(model, tuple(made), tuple(new), left, turn_nesting_off(model))
+
+
+def refuse_kept(name: str, options: dict[str, Any]) -> None:
+    """What a layer keeps cannot be given."""
+    kept = set(inspect.signature(MultiheadAttention).parameters) - {"options"}
+    for key in kept.intersection(options):
+        raise TypeError(f"{key} cannot be given: that of the replaced layer is kept; what can be are options of {name}")
+
+
+def turn_nesting_off(model: nn.Module) -> tuple[str, ...]:
+    """The names of the encoders with our layers that would have handed nested tensors to them."""
+    names = []
+    encoders = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.TransformerEncoder)]
+    for name, part in encoders:
+        if part.use_nested_tensor and any(isinstance(inner, MultiheadAttention) for inner in part.modules()):
+            part.enable_nested_tensor = part.use_nested_tensor = False
+            names.append(name)
+    return tuple(names)
 
 
 def replacement(layer: nn.MultiheadAttention, spec: str, **options: Any) -> MultiheadAttention:

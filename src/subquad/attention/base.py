@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.checks import check_inputs
+from subquad.attention.checks import check_inputs, checked_seed
 from subquad.attention.registry import no_such_direction
 from subquad.attention.rows import Rows, clean, repeat_heads
 from subquad.attention.states import entrance
@@ -71,9 +71,9 @@ class Attention(nn.Module):
 
     `key_mask` is bool (B, m), True = a real token. A query with nothing to attend to gives 0. A row gives what it gives
     alone: leading and trailing padding do not exist for a mechanism, which sees each row from its first real token on.
-    A call is a function of its inputs, the parameters and `seed` (int64, 0-dimensional; drawn from torch's global
-    generator where it is not given): it writes no attribute. Fewer key and value heads than query heads are grouped
-    query attention: g query heads in a row share a key head.
+    A call is a function of its inputs, the parameters and `seed` (an integer or an int64 tensor without dimensions,
+    drawn from torch's global generator where it is not given): it writes no attribute. Fewer key and value heads than
+    query heads are grouped query attention: g query heads in a row share a key head.
 
     A mechanism writes `attend` (fast) and `define` (the dense definition the fast path is checked against), and
     declares everything else about itself here on its class: options, capabilities, cost, examples.
@@ -103,8 +103,9 @@ class Attention(nn.Module):
     across: Any = None  # the processes that share a sequence, set by `distributed.sequence_parallel`
 
     def __init__(self, options: Any) -> None:
+        """`options` is an instance of the class's `Options`; `subquad.attention` makes it from a spec and keywords."""
         super().__init__()
-        self.options = options  # an instance of Options
+        self.options = options
         allowed = self.capabilities
         if options.causal and not allowed.causal:
             raise no_such_direction(self.name, causal=True)
@@ -205,8 +206,13 @@ class Attention(nn.Module):
     # ---- what people call ----
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | int | None = None
     ) -> Tensor:
+        """q (B, H, n, d), k and v (B, H or H/g, m, d) → (B, H, n, d).
+
+        `key_mask` bool (B, m), True = a real token, is for padding; `seed` makes a random call repeatable. There is no
+        attn_mask and no is_causal: who attends to whom is the mechanism's to say, with causal=True when it is made.
+        """
         check_inputs(self, q, k, v, key_mask)
         if self.across is not None:
             return self.across.attend(self, q, k, v, key_mask, seed)
@@ -214,7 +220,7 @@ class Attention(nn.Module):
         return rows.restore(self.attend(q, k, v, self._call(rows, seed, q.shape[2])))
 
     def observe(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | int | None = None
     ) -> tuple[Tensor, Record]:
         """The output, and the record of this call."""
         check_inputs(self, q, k, v, key_mask)
@@ -225,13 +231,15 @@ class Attention(nn.Module):
         return rows.restore(out), record
 
     @torch.no_grad()
-    def weights(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
+    def weights(
+        self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | int | None = None
+    ) -> Tensor:
         """The effective weights q(j|i), (B, H, n, m), from the definition. The same seed draws the same graphs."""
         check_inputs(self, q, k, k, key_mask)
         return self.differentiable_weights(q, k, key_mask, seed)
 
     def dense(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | int | None = None
     ) -> Tensor:
         """The oracle: the definition's weights times the values, differentiable."""
         check_inputs(self, q, k, v, key_mask)
@@ -255,7 +263,7 @@ class Attention(nn.Module):
         `state.crop` takes back without recomputation, at least; None keeps all tokens, and then it can take back any.
         """
         random = self.capabilities.stochastic or self.options.dropout > 0
-        seed = draw_seed() if seed is None and random else _checked_seed(seed)
+        seed = draw_seed() if seed is None and random else checked_seed(seed)
         return entrance.start(self, batch_size, device, dtype, seed, rollback)
 
     def extend(
@@ -319,7 +327,7 @@ class Attention(nn.Module):
         value: Tensor,
         project: Any,
         key_mask: Tensor | None,
-        seed: Tensor | None = None,
+        seed: Tensor | int | None = None,
         *,
         want_record: bool = False,
     ) -> tuple[Tensor, Record]:
@@ -334,7 +342,7 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(2), record
 
     def token_weights(
-        self, query: Tensor, key: Tensor, project: Any, key_mask: Tensor | None, seed: Tensor | None = None
+        self, query: Tensor, key: Tensor, project: Any, key_mask: Tensor | None, seed: Tensor | int | None = None
     ) -> Tensor:
         """The effective weights inside a layer, (B, H, n, m)."""
         return self.weights(project.queries(query), project.keys(key), key_mask=key_mask, seed=seed)
@@ -359,14 +367,14 @@ class Attention(nn.Module):
             k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         return rows, q, k, v
 
-    def _call(self, rows: Rows, seed: Tensor | None, slots: int) -> Call:
+    def _call(self, rows: Rows, seed: Tensor | int | None, slots: int) -> Call:
         dropout = self.options.dropout if self.training else 0.0
-        seed = draw_seed() if seed is None and self.is_random else _checked_seed(seed)
+        seed = draw_seed() if seed is None and self.is_random else checked_seed(seed)
         lengths = rows.lengths if self.positional else None
         return Call(rows.key_mask, lengths, seed, dropout, self.training, slots)
 
     def differentiable_weights(
-        self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, seed: Tensor | None = None
+        self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, seed: Tensor | int | None = None
     ) -> Tensor:
         """`define`, a row at a time where the mechanism is positional: each from its first real token to its last."""
         if self.across is not None:
@@ -387,15 +395,6 @@ class Attention(nn.Module):
                 weights[:, own, own] = one[0].to(weights)
             rows.append(weights)
         return torch.stack(rows)
-
-
-def _checked_seed(seed: Tensor | int | None) -> Tensor | None:
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        return torch.tensor(seed)
-    if seed is not None and not (isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.dim() == 0):
-        kind = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, Tensor) else type(seed).__name__
-        raise TypeError(f"seed must be an integer or an int64 tensor without dimensions, not {kind}")
-    return seed
 
 
 def draw_seed() -> Tensor:

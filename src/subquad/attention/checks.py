@@ -69,3 +69,13 @@ def check_mask(attention: Any, k: Tensor, key_mask: Tensor | None) -> None:
         raise ValueError(f"key_mask must have shape (B, m) = {(k.shape[0], k.shape[2])}, not {tuple(key_mask.shape)}")
     if key_mask.device != k.device:
         raise ValueError(f"key_mask is on {key_mask.device}, k is on {k.device}")
+
+
+def checked_seed(seed: Tensor | int | None) -> Tensor | None:
+    """The seed as a tensor, int64 ()."""
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return torch.tensor(seed)
+    if seed is not None and not (isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.dim() == 0):
+        kind = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, Tensor) else type(seed).__name__
+        raise TypeError(f"seed must be an integer or an int64 tensor without dimensions, not {kind}")
+    return seed

@@ -26,7 +26,7 @@ class OutputAttention(Attention):
         raise NotImplementedError
 
     def dense(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | int | None = None
     ) -> Tensor:
         """The oracle: the definition of the output, differentiable."""
         check_inputs(self, q, k, v, key_mask)

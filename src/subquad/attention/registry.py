@@ -169,7 +169,8 @@ def attention(spec: str, **options: Any) -> Attention:
         attention("combiner-fixed", num_heads=8, head_dim=64, causal=True, span=64)
         attention("combiner-fixed:span=64,abstraction=mean", num_heads=8, head_dim=64, causal=True)
 
-    An option given in the spec and as a keyword must agree.
+    num_heads=8 and head_dim=64 are the defaults: give those of your queries. `subquad.attention(…).options` lists all
+    options with their values. An option given in the spec and as a keyword must agree.
     """
     if not isinstance(spec, str):
         raise TypeError(f"spec must be a text such as 'strided:w=16', not {type(spec).__name__}")

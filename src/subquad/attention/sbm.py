@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Call, Capabilities, Record, draw_seed
+from subquad.attention.checks import checked_seed
 from subquad.attention.rows import repeat_heads
 from subquad.attention.states.graphs import Graphs
 from subquad.attention.states.state import Memory
@@ -174,10 +175,10 @@ class Sbm(Attention):
     # ---- for pictures and counts ----
 
     @torch.no_grad()
-    def graph(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
+    def graph(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, seed: Tensor | int | None = None) -> Tensor:
         """The graphs that a call with this seed samples, bool (B, H, n, m): quadratic."""
-        seed = draw_seed() if seed is None else seed
-        return self._mask(*self.memberships(q, k), Call(key_mask, seed=seed, training=self.training))
+        drawn = draw_seed() if seed is None else checked_seed(seed)
+        return self._mask(*self.memberships(q, k), Call(key_mask, seed=drawn, training=self.training))
 
     @torch.no_grad()
     def expected(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call, Record, _checked_seed, draw_seed
+from subquad.attention.base import Attention, Call, Record, draw_seed
+from subquad.attention.checks import checked_seed
 from subquad.attention.rows import clean, repeat_heads
 from subquad.core.hashing import seed_from
 from subquad.distributed import exchange, merging, ring
@@ -151,7 +152,7 @@ class Across:
         return agree(self.group, length, batch, key_mask, seed, self.zigzag)
 
     def attend(
-        self, module: Attention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, seed: Tensor | None
+        self, module: Attention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, seed: Tensor | int | None
     ) -> Tensor:
         """q, k, v (B, H, t, d) of this process → (B, H, t, d)."""
         if q.shape[2] != k.shape[2]:
@@ -170,7 +171,7 @@ class Across:
 
     def attend_tokens(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, project: Any, key_mask: Tensor | None,
-        seed: Tensor | None,
+        seed: Tensor | int | None,
     ) -> tuple[Tensor, Record]:  # fmt: skip
         """Tokens (B, t, E) of this process → heads side by side, (B, t, H·d)."""
         layout = self.layout(module, query.shape[1], len(query), key_mask)
@@ -186,14 +187,14 @@ class Across:
         out = self._by_rows(module, layout, call, query[:, None], one)[:, 0]
         return (out if mask is None else out.masked_fill(mask, 0)), Record()
 
-    def _call(self, module: Attention, layout: Layout, seed: Tensor | None) -> Call:
+    def _call(self, module: Attention, layout: Layout, seed: Tensor | int | None) -> Call:
         longest = module.options.max_length
         if longest is not None and layout.n > longest and not getattr(module.options, "interpolate", False):
             raise ValueError(f"{module.name}: length {layout.n} is beyond max_length={longest}")
         if seed is None and module.is_random:
             seed = torch.tensor(layout.seed) if current() is not layout else draw_seed()
         dropout = module.options.dropout if module.training else 0.0
-        return Call(None, None, _checked_seed(seed), dropout, module.training, layout.n)
+        return Call(None, None, checked_seed(seed), dropout, module.training, layout.n)
 
     def _by_rows(self, module: Attention, layout: Layout, call: Call, like: Tensor, one: Any) -> Tensor:
         """The mechanism on every run of rows, put together: slots outside of a row give 0. `like` (B, H, t, d)."""

@@ -128,7 +128,8 @@ def install_states(model: PreTrainedModel) -> None:
 
 def _before_forward(model: Any, args: Any, about: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     cache, wanted = about.get("past_key_values"), about.get("use_cache")
-    if model.training or torch.compiler.is_compiling() or (cache is not None and cache.get_seq_length() > 0):
+    learning = model.training and torch.is_grad_enabled()  # a training step needs no states; `generate` always does
+    if learning or torch.compiler.is_compiling() or (cache is not None and cache.get_seq_length() > 0):
         return args, about
     numbers = _numbers(model)
     if not numbers:

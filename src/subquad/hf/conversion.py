@@ -108,6 +108,9 @@ def make(layer: Layer, spec: str, options: Mapping[str, Any], kept: Sequence[int
         raise ValueError(
             f"{where}: {name} works on tokens and projects them itself; it cannot take a layer's q, k and v"
         )
+    for key in ("num_heads", "head_dim"):
+        if key in options:
+            raise TypeError(f"{where}: {key} cannot be given: the layer's own is kept")
     given: dict[str, Any] = {"causal": layer.causal, "dropout": layer.dropout, **options}
     longest = getattr(getattr(layer.module, "config", None), "max_position_embeddings", None)
     if able.needs_max_length and "max_length" not in {*given, *split_spec(spec)[1]}:

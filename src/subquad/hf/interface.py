@@ -121,14 +121,30 @@ def run(
         out = cached.extend(mechanism, q, k, v, mask)
     else:
         if q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"{type(module).__name__}: {q.shape[2]} queries came with {k.shape[2]} keys, and "
-                f"{mechanism.name} cannot go on from a cache of keys: pass use_cache=False, or no cache of your own"
-            )
+            raise no_state(module, mechanism, q.shape[2], k.shape[2])
         out = mechanism(q, k, v, key_mask=mask)
     for watcher in () if torch.compiler.is_compiling() else _watchers.get():  # a graph is not watched
         watcher(module, mechanism, q, k, v, mask, out)
     return out
+
+
+def no_state(module: nn.Module, mechanism: Attention, queries: int, keys: int) -> ValueError:
+    """A cache has keys where the mechanism needs its state: why, and what to do."""
+    came = f"{type(module).__name__}: {queries} queries came with {keys} keys, and {mechanism.name} cannot go on from a"
+    size = mechanism.open_size
+    if size:
+        example = f"convert(model, {mechanism.name!r}, {size}=…)"
+        also = "" if size == "max_length" else " or max_length"
+        return ValueError(
+            f"{came} cache while {size} is left open, which then follows the length of a call: set {size}{also}, "
+            f"{example}, or pass use_cache=False"
+        )
+    if module.training and torch.is_grad_enabled():
+        return ValueError(
+            f"{came} cache in training mode with gradients: call model.eval() or use torch.no_grad(), also for the "
+            "call that makes the cache, or pass use_cache=False"
+        )
+    return ValueError(f"{came} cache of keys: pass use_cache=False, or no cache of your own")
 
 
 def refuse(

@@ -16,6 +16,7 @@ from subquad.kernels.values import readable
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_positions
 from subquad.models.cache import SubquadCache, begun_anew, lengths_of, with_state_layers
+from subquad.models.checks import check_embeds, check_ids, check_mask
 from subquad.models.config import SubquadConfig
 from subquad.models.loading import count_shared, of_today, read_old, renew
 from subquad.models.outputs import BackboneOutput, BlockOutput, collect, returns_output
@@ -119,7 +120,7 @@ class Stack(SubquadPreTrainedModel):
         wanted = self._wanted(output_attentions, output_hidden_states, output_records)
         for again in [] if cache is None else begun_anew(cache):
             self.run(**again, cross=cross, cache=cache, cross_cache=cross_cache)
-        x = self._inputs(ids, embeds)
+        x = self._inputs(ids, embeds, mask, cached=cache is not None)
         if cache is None:
             key_mask, positions = real_tokens(mask), place(x, mask, position_ids, cu_seqlens)  # (B or 1, n)
         else:
@@ -177,7 +178,7 @@ class Stack(SubquadPreTrainedModel):
         if lengths is not None and lengths.shape[0] != x.shape[0]:
             raise ValueError(f"past_key_values has batch size {len(lengths)}, the new tokens have {len(x)}")
         past = 0 if tracing else cache.get_seq_length()  # a graph is made for any number of them
-        if mask is not None and mask.dim() == 2 and not tracing and mask.shape[1] != past + t:
+        if mask is not None and not tracing and mask.shape[1] != past + t:
             raise ValueError(
                 f"attention_mask must have {past + t} columns, {past} cached and {t} new, not {mask.shape[1]}"
             )
@@ -237,11 +238,17 @@ class Stack(SubquadPreTrainedModel):
         seed = None if self.training else self.config.evaluation_seed
         return None if seed is None else (seed + (self.first_layer + index) * STRIDE) % 2**62
 
-    def _inputs(self, ids: Tensor | None, embeds: Tensor | None) -> Tensor:
-        name = "decoder_input" if self.first_layer else "input"
-        if (ids is None) == (embeds is None):
-            raise ValueError(f"give {name}_ids or {name}s_embeds, one of the two")
-        return ids if ids is not None else embeds
+    def _inputs(self, ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None, cached: bool) -> Tensor:
+        prefix = "decoder_" if self.first_layer else ""
+        if ids is not None and embeds is None:
+            check_ids(f"{prefix}input_ids", ids)
+        elif embeds is not None and ids is None:
+            check_embeds(f"{prefix}inputs_embeds", embeds, self.config.hidden_size)
+        else:
+            raise ValueError(f"give {prefix}input_ids or {prefix}inputs_embeds, one of the two")
+        x: Any = embeds if ids is None else ids
+        check_mask(f"{prefix}attention_mask", mask, x, cached=cached)
+        return x
 
     def _check_length(self, length: int) -> None:
         name, longest = "decoder_input" if self.first_layer else "input", self.config.max_position_embeddings
@@ -317,8 +324,6 @@ def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
     """transformers' mask (1 = real) as ours; None where nothing is padded, which is cheaper."""
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2:
-        raise ValueError(f"attention_mask must have shape (B, n), not {tuple(attention_mask.shape)}")
     mask = attention_mask.bool()
     if readable(mask) and bool(mask.all()):
         return None

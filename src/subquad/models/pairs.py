@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.models.blocks import Glorot
+from subquad.models.checks import check_ids, check_mask
 from subquad.models.config import SubquadConfig
 from subquad.models.heads import Head, pool
 from subquad.models.outputs import Scores, returns_output
@@ -114,6 +115,10 @@ def together(
     """Both texts as one batch (2B, max(n, m)), the first ones first; a mask only where something is padded."""
     if input_ids is None or pair_ids is None:
         raise ValueError(f"{'input_ids' if input_ids is None else 'pair_ids'} is missing: a pair is two texts")
+    check_ids("input_ids", input_ids)
+    check_ids("pair_ids", pair_ids)
+    check_mask("attention_mask", attention_mask, input_ids)
+    check_mask("pair_mask", pair_mask, pair_ids)
     if input_ids.shape[0] != pair_ids.shape[0]:
         raise ValueError(f"{input_ids.shape[0]} input_ids and {pair_ids.shape[0]} pair_ids: every text needs its pair")
     longest = max(input_ids.shape[1], pair_ids.shape[1])

@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block
 from subquad.models.cache import SubquadCache, SubquadEncoderDecoderCache, split
+from subquad.models.checks import check_ids, check_mask
 from subquad.models.config import SubquadConfig
 from subquad.models.encoder import Stack, SubquadModel, SubquadPreTrainedModel, real_tokens, with_keys
 from subquad.models.generation import CachedGenerationMixin
@@ -76,6 +77,8 @@ class Decoder(Stack):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
     ) -> BackboneOutput:
+        if encoder_hidden_states is not None:
+            check_mask("attention_mask", encoder_attention_mask, encoder_hidden_states)
         if past_key_values is None and use_cache:
             past_key_values = SubquadEncoderDecoderCache(SubquadCache(len(self.blocks)), DynamicCache())
         own, across = split(past_key_values)
@@ -139,6 +142,7 @@ class SubquadForConditionalGeneration(SubquadPreTrainedModel, CachedGenerationMi
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             if labels is None:
                 raise ValueError("give labels or decoder_input_ids")
+            check_ids("labels", labels)
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
             decoder_attention_mask = label_mask(labels) if decoder_attention_mask is None else decoder_attention_mask
         if encoder_outputs is None:
