@@ -21,9 +21,11 @@ def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
     return [by_lower[each] for each in dict.fromkeys(found)][:most]
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
+def unknown(kind: str, name: Any, known: Iterable[str]) -> ValueError | TypeError:
     """The error for a `name` that no `kind` has: the nearest names, and all of them or the command that shows them."""
     known = list(known)
+    if not isinstance(name, str):
+        return TypeError(f"the name of the {kind} must be a string, not {name!r}")
     near = nearest(name, known, 3) if name else []
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     every = f"`{SHOWN_BY[kind]}` shows all {len(known)}" if kind in SHOWN_BY else f"available: {', '.join(known)}"
@@ -34,7 +36,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
 
 def look_up(kind: str, name: str, table: dict[str, Any]) -> Any:
     """The class of a table whose entries are classes, or "module:Class" until they are first asked for."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise unknown(kind, name, table)
     entry = table[name]
     if isinstance(entry, str):
