@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
@@ -48,13 +49,36 @@ def look_up(kind: str, name: str, table: dict[str, Any]) -> Any:
 
 
 def import_user_module(name: str) -> Any:
-    """A module of the user's, from the working directory too, which comes last: it hides no installed package."""
+    """A module of the user's, from the working directory too, which comes last: it hides no installed package.
+
+    An error inside it is an ImportError that names its place.
+    """
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+    path = Path(name)
+    if "/" in name or "\\" in name or (path.suffix == ".py" and path.is_file()):
+        module = ".".join(part for part in path.with_suffix("").parts if part not in ("..", path.anchor))
+        raise ValueError(f"{name} is a path, and the name of a module is needed: {module}, without .py or folders")
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name.split(".")[0] and error.name != name:
-            raise
-        raise ModuleNotFoundError(f"module {name!r} not found, neither installed nor in {here}", name=name) from None
+        if error.name == name.split(".")[0] or error.name == name:
+            message = f"module {name!r} not found, neither installed nor in {here}"
+            raise ModuleNotFoundError(message, name=name) from None
+        raise _failed(name, error) from error
+    except Exception as error:
+        raise _failed(name, error) from error
+
+
+def _failed(name: str, error: Exception) -> ImportError:
+    """What happened in a module, and where: in the last line that is neither ours nor of a library."""
+    if isinstance(error, SyntaxError):
+        place, what = f"{error.filename}, line {error.lineno}", error.msg
+    else:
+        ours, frames = str(Path(__file__).parents[1]), traceback.extract_tb(error.__traceback__)
+        theirs = [one for one in frames if not one.filename.startswith((ours, "<", sys.base_prefix, sys.prefix))]
+        last = (theirs or frames)[-1]
+        place, what = f"{last.filename}, line {last.lineno}", str(error)
+    text = " ".join(f"{type(error).__name__}: {what}".split())
+    return ImportError(f"module {name!r} failed in {place}: {text} (--traceback shows all)")
