@@ -226,12 +226,49 @@ def test_committed_results_are_read_and_the_nearest_task_chosen(tmp_path):
         ("needle", 2048, False, "sbm:clusters=16", 0.5),
         ("copying-causal", 32, True, "linear", 0.25),
     ]
-    near = quality.nearest(scores, 4096, True)
+    near = quality.nearest(scores, 128, True)
     assert near.task == "copying-causal" and near.of("linear").mean == 0.25 and near.of("star") is None
-    near = quality.nearest(scores, 40, False)
+    near = quality.nearest(scores, 1000, False)
     assert near.task == "needle" and near.of("sbm").mean == 0.5, "the same mechanism with other options"
-    assert quality.task_for(64, True, near) == "copying-causal", "a task of this direction that needs no data"
+    assert quality.nearest(scores, 16384, True).task == "needle", "so much nearer that the direction counts less"
     assert quality.nearest([], 64, True) is None
+
+
+def test_scores_of_a_table_are_shares_of_its_deepest_models(tmp_path):
+    """Yun's table 2 has per cent, and one column per depth: its first rows, of one layer, were read as the quality."""
+    columns = {f"{k}": {"task": "copying-causal", "recipe": "small", "settings": [f"layers={k}"],
+                        "larger_is_better": True} for k in (1, 3)}  # fmt: skip
+    methods = {"a": {"spec": "strided:w=7"}, "b": {"spec": "strided:w=9"}}
+    ours = {"a": {"1": {"mean": 6.4}, "3": {"mean": 97.0}}, "b": {"1": {"mean": 0.5}, "3": {"mean": 99.0}}}
+    (tmp_path / "t.json").write_text(json.dumps({"columns": columns, "methods": methods, "ours": ours}))
+    near = quality.nearest(quality.read_scores(tmp_path), 64, True)
+    assert near.layers == 3 and [score.mean for score in near.scores] == [0.97, 0.99]
+    assert near.of("strided").mean == 0.99 and near.of("strided:w=7").mean == 0.97
+
+
+def test_the_committed_scores_are_comparable():
+    folder = quality.results_folder()
+    shares = [score for score in quality.read_scores(folder) if score.metric in quality.SHARES]
+    assert shares and all(0 <= score.mean <= 1 for score in shares)
+
+
+@pytest.mark.parametrize(
+    "n, causal, specs, task, settings",
+    [
+        (65, True, ["fixed"], "copying-causal", ("length=64",)),
+        (16384, True, ["fixed"], "needle", ("length=16384",)),
+        (16384, True, ["nsa"], "copying-causal", ()),  # has no bidirectional form
+        (100, False, ["fixed"], "listops", ()),
+        (700, False, ["fixed"], "needle", ("length=1024",)),
+        (5000, False, ["fixed"], "needle", ("length=4992",)),
+        (10**6, False, ["fixed"], "needle", ("length=16384",)),
+    ],
+)
+def test_mechanisms_are_compared_at_about_the_length_of_the_wish(n, causal, specs, task, settings):
+    trial = quality.trial_for(n, causal, specs)
+    assert (trial.task, trial.settings) == (task, settings)
+    quality.tasks.check_settings(trial.task, trial.settings, "small")
+    assert (trial.remark is not None) == (n > 16384 or (causal and n > 256)), "what differs from the wish is said"
 
 
 def test_the_results_of_this_package_are_found():
@@ -250,7 +287,7 @@ def asked(**changes) -> Advice:
 def test_fast_mechanisms_come_first_and_the_command_compares_them():
     found = asked()
     assert [row.spec for row in found.rows] == ["linear", "strided", "full"]
-    assert found.command() == f"subquad compare {found.task} --attention full,linear,strided"
+    assert found.command() == "subquad compare needle --set length=8192 --attention full,linear,strided"
     assert found.rows[-1].faster_from is None and found.rows[0].state_bytes == pytest.approx(8 * 8192 * 512, rel=0.01)
     assert "longformer" in found.unmeasured
 

@@ -217,6 +217,11 @@ def test_numbers_are_written_for_people():
         ("bench fixed --batch 0", "--batch"),
         ("--import", "--import needs the name of a module"),
         ("--import no_such_module list", "module 'no_such_module' not found, neither installed nor in "),
+        ("--import ./my_blocks list", "./my_blocks is a path, and the name of a module is needed: my_blocks"),
+        ("train needle --device cuda", "--device: a GPU is used where torch finds one"),
+        ("list --device cuda", "No such option: --device"),
+        ("generate . --prompt=", "--prompt is empty"),
+        ("plot fixed -o .", "--output must be a file, and . is a folder"),
         ("show fixed:w=0", "w must be an integer ≥ 1 or None, not 0"),
         ("show fixed:w", "'w' is not of the form option=value"),
         ("show fixed --n 0", "--n"),
@@ -516,6 +521,30 @@ class Mine(subquad.Attention):
 
 register("own-task", type("Own", (Needle,), {"title": "a task of my own"}))
 """
+
+
+def test_an_error_in_a_module_of_ones_own_is_one_line_with_its_place(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv(IMPORTS, raising=False)
+    (tmp_path / "divides.py").write_text("x = 1\n\nx / 0\n")
+    (tmp_path / "half.py").write_text("x = 1\nx = = 2\n")
+    (tmp_path / "asks.py").write_text('import subquad\nsubquad.attention("fulll")\n')
+    for module, said in (
+        ("divides", f"{tmp_path / 'divides.py'}, line 3: ZeroDivisionError: division by zero"),
+        ("half", f"{tmp_path / 'half.py'}, line 2: SyntaxError"),
+        ("asks", f"{tmp_path / 'asks.py'}, line 2: ValueError: unknown attention 'fulll'"),
+        ("divides.py", "divides.py is a path, and the name of a module is needed: divides"),
+    ):
+        found = run(f"--import {module} list")
+        assert found.exit_code == 2 and said in found.stderr.replace("\n", " "), found.output
+        assert len(found.stderr.splitlines()) <= 4 and "Traceback" not in found.output
+
+
+def test_a_folder_without_a_tokenizer_is_named(run, tmp_path):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    found = run("passkey bare")
+    assert found.exit_code == 2 and found.stderr.startswith("error: bare has no tokenizer")
 
 
 def test_modules_of_ones_own_are_imported(run, tmp_path, monkeypatch):

@@ -234,7 +234,10 @@ def test_no_speed_is_claimed_from_a_busy_machine(tmp_path):
     comparison = {**make_comparison(rows), "timing": timing}
     text = Balanced(write_report(tmp_path / "r.html", comparison, title="t").read_text()).text
     assert "Fastest" not in text and "fastest" not in text and "not to be trusted: other programs used 80 %" in text
+    assert "measured side by side, and not to be trusted: other programs used 80 %" in text
     apart = {**make_comparison(rows), "timing": None}
+    text = Balanced(write_report(tmp_path / "a.html", apart, title="t").read_text()).text
+    assert "busy machine" not in text and "full, not to be trusted: the relative cost has not been measured" in text
     assert "minutes apart" in (findings.untrusted(apart) or "")
 
 
@@ -282,6 +285,18 @@ def test_the_best_is_marked_unless_most_are():
         100,
     ]
     assert not any(cell.best for cell in parameters.cells)  # all equal
+
+
+def test_memory_within_the_noise_is_level():
+    rows = [make_row("star", [0.5], 1.0, [], memory=memory * 2**20) for memory in (100, 104, 120, 130)]
+    assert [cell.best for cell in columns(rows, "accuracy", None)[3].cells] == [True, True, False, False]
+
+
+def test_the_best_card_names_all_that_are_level(tmp_path):
+    rows = [make_row("full", [1.0], 1.0, []), make_row("star", [1.0], 0.5, []), make_row("sbm", [0.5], 0.9, [])]
+    text = write_report(tmp_path / "r.html", make_comparison(rows), title="t").read_text()
+    card = re.search(r"Best accuracy.*?</p>", text, re.DOTALL)[0]
+    assert "star, full" in re.sub(r"<[^>]*>", "", card) and "within the noise" in card and "sbm" not in card
 
 
 # ---- curves and charts -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -348,3 +349,12 @@ def test_bench_decode_measures_a_step_a_state_and_the_prefill(tmp_path):
     assert result.exit_code == 0, result.output
     assert "composite-slice" in result.output and "(layer)" in result.output and "prefill" in result.output
     assert '"chunk_seconds"' in path.read_text()
+
+
+def test_a_state_is_printed_in_one_line():
+    a = of("combiner-fixed:span=8")
+    mask = torch.tensor([[True] * 20, [False] * 5 + [True] * 15])
+    _, padded = a.extend(*inputs(20), a.start(2, dtype=torch.float64), key_mask=mask)
+    _, even = a.extend(*inputs(20), a.start(2, dtype=torch.float64))
+    assert re.fullmatch(r"State\(combiner-fixed, rows=2, length=20, [\d.]+ KiB\)", repr(even))
+    assert "length=15 … 20" in repr(padded) and "length=0" in repr(a.start(2, dtype=torch.float64))

@@ -588,3 +588,25 @@ def test_children_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert str(tmp_path) not in child.paths(working_folder=False).split(":")
     assert child.paths(working_folder=True).endswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: task(3), "the name of the task must be a string, not 3"),
+        (lambda: task("needle", 3), "the name of the recipe of needle must be a string, not 3"),
+        (lambda: task("needle", steps=5), r"""task\('needle', settings=\["steps=5"\]\)"""),
+        (lambda: task("needle", settings="steps=5"), r"""settings must be a list of texts such as \["steps=100"\]"""),
+        (
+            lambda: Run("needle", ["full"], Path("x")),
+            r"""task must be a task, such as subquad.tasks.task\("needle"\)""",
+        ),
+        (lambda: Run(task("needle"), "full", Path("x")), r"""attention must be a list of specs, such as \["full"\]"""),
+        (lambda: Run(task("needle"), [], Path("x")), "attention must be a list of specs"),
+        (lambda: Run(task("needle"), ["fulll"], Path("x")), "unknown attention 'fulll'; did you mean full"),
+        (lambda: train("needle"), "run must be a Run"),
+    ],
+)
+def test_what_is_no_task_and_no_run_is_refused_in_words(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

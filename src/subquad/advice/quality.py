@@ -14,9 +14,13 @@ from typing import Any, NamedTuple
 
 import subquad
 from subquad import tasks
+from subquad.attention.registry import check_direction
 from subquad.core.options import split_spec
 
 CAUSAL = ("causal-lm",)  # heads of tasks that need a causal attention
+SHARES = ("accuracy", "f1", "matthews", "pearson")  # at most 1, and per cent in the tables of many papers
+OTHER_WAY = 16  # results of the other direction say as little as those of a length that many times as far away
+TRAINED = 2**14  # a longer comparison is none of minutes
 
 
 class Score(NamedTuple):
@@ -30,6 +34,7 @@ class Score(NamedTuple):
     mean: float
     larger_is_better: bool
     source: str  # the file
+    layers: int | None = None  # of the model
 
     @property
     def name(self) -> str:
@@ -44,11 +49,21 @@ class Nearest(NamedTuple):
     causal: bool
     metric: str
     scores: tuple[Score, ...]
+    layers: int | None = None  # of all these models
 
     def of(self, spec: str) -> Score | None:
-        """That of the same spec, else of the same mechanism with other options."""
+        """That of the same spec, else the best of the same mechanism with other options."""
         same = [score for score in self.scores if score.spec == spec]
-        return next(iter(same or [score for score in self.scores if score.name == split_spec(spec)[0]]), None)
+        found = same or [score for score in self.scores if score.name == split_spec(spec)[0]]
+        return max(found, key=lambda score: score.mean if score.larger_is_better else -score.mean, default=None)
+
+
+class Trial(NamedTuple):
+    """What to compare mechanisms on."""
+
+    task: str
+    settings: tuple[str, ...] = ()
+    remark: str | None = None  # how it differs from the wish
 
 
 def results_folder() -> Path | None:
@@ -72,37 +87,61 @@ def read_scores(folder: Path) -> list[Score]:
 
 
 def nearest(scores: Iterable[Score], n: int, causal: bool) -> Nearest | None:
-    """The same direction first, then the length nearest to n."""
+    """The length nearest to n, where the same direction counts as much as a factor of `OTHER_WAY`. Where models of
+    several depths were trained, the deepest: scores of different depths cannot be compared.
+    """
     groups: dict[tuple[str, int, str], list[Score]] = {}
     for score in scores:
         groups.setdefault((score.task, score.length, score.source), []).append(score)
     if not groups:
         return None
-    distance = lambda group: (group[0].causal != causal, abs(math.log(group[0].length / n)))  # noqa: E731
+    other = math.log(OTHER_WAY)
+    distance = lambda group: abs(math.log(group[0].length / n)) + other * (group[0].causal != causal)  # noqa: E731
     chosen = min(groups.values(), key=distance)
+    deepest = max(score.layers or 0 for score in chosen)
+    chosen = [score for score in chosen if (score.layers or 0) == deepest]
     first = chosen[0]
-    return Nearest(first.task, first.length, first.causal, first.metric, tuple(chosen))
+    return Nearest(first.task, first.length, first.causal, first.metric, tuple(chosen), first.layers)
 
 
-def task_for(n: int, causal: bool, preferred: Nearest | None) -> str:
-    """A task to compare attentions on: that with results if it has this direction, else one that needs no data and
-    whose sequences are nearest to n.
-    """
-    if preferred is not None and preferred.causal == causal:
-        return preferred.task
-    free = [name for name in tasks.available() if not tasks.describe(name)["needs_data"]]
-    fitting = [name for name in free if is_causal(name) == causal]
-    return min(fitting or free, key=lambda name: abs(math.log(length_of(name, "small") / n)))
+def trial_for(n: int, causal: bool, specs: Iterable[str] = ()) -> Trial:
+    """A task that needs no data, with sequences of about n tokens as far as that can be trained in minutes."""
+    if causal and n <= 4 * length_of("copying-causal", "small"):
+        return Trial("copying-causal", (f"length={max(4, n - n % 2)}",))
+    shortest = 1024
+    if not causal and n <= shortest // 2:
+        free = [name for name in tasks.available() if not tasks.describe(name)["needs_data"] and not is_causal(name)]
+        return Trial(min(free, key=lambda name: abs(math.log(length_of(name, "small") / n))))
+    length = min(max(round(n / 16) * 16, shortest), TRAINED)  # needle: whole sentences
+    shorter = f"{length:,} tokens, as {n:,} would not be trained in minutes" if n > TRAINED else None
+    if not causal:
+        return Trial("needle", (f"length={length}",), shorter)
+    own = f"lm-bytes --set length={length} is a causal task of this length, and needs data"
+    if not all(_has_way(spec, causal=False) for spec in specs):
+        return Trial("copying-causal", (), f"no generated causal task is longer; {own}")
+    remark = f"needle is bidirectional, as no generated causal task is so long; {own}"
+    return Trial("needle", (f"length={length}",), "; ".join(filter(None, (shorter, remark))))
+
+
+def _has_way(spec: str, *, causal: bool) -> bool:
+    try:
+        check_direction(spec, causal)
+    except ValueError:
+        return False
+    return True
 
 
 def is_causal(task: str) -> bool:
     return tasks.describe(task)["head"] in CAUSAL
 
 
-@lru_cache(maxsize=64)
 def length_of(task: str, recipe: str, settings: tuple[str, ...] = ()) -> int:
-    recipes = tasks.task_class(task).recipes
-    return recipes[recipe].changed(task, settings).length
+    return _recipe(task, recipe, settings).length
+
+
+@lru_cache(maxsize=64)
+def _recipe(task: str, recipe: str, settings: tuple[str, ...]) -> Any:
+    return tasks.task_class(task).recipes[recipe].changed(task, settings)
 
 
 def _known(task: str) -> bool:
@@ -113,10 +152,11 @@ def _comparison(result: dict[str, Any], source: str) -> list[Score]:
     task = result["task"]
     if not _known(task):
         return []
-    length = result.get("settings", {}).get("length") or length_of(task, result.get("recipe", "small"))
+    usual, own = _recipe(task, result.get("recipe", "small"), ()), result.get("settings", {})
+    length, layers = own.get("length") or usual.length, own.get("layers") or usual.layers
     larger = tasks.describe(task)["larger_is_better"]
     return [
-        Score(task, length, is_causal(task), row["attention"], row["metric"], row["mean"], larger, source)
+        Score(task, length, is_causal(task), row["attention"], row["metric"], row["mean"], larger, source, layers)
         for row in result["rows"]
         if row.get("mean") is not None
     ]
@@ -128,10 +168,13 @@ def _reproduction(result: dict[str, Any], source: str) -> list[Score]:
         task = column["task"]
         if not _known(task):
             continue
-        length = length_of(task, column["recipe"], tuple(column["settings"]))
+        recipe = _recipe(task, column["recipe"], tuple(column["settings"]))
         metric, larger = tasks.describe(task)["metric"], column["larger_is_better"]
-        for method, about in result["methods"].items():
-            mean = result["ours"].get(method, {}).get(name, {}).get("mean")
-            if mean is not None:
-                found.append(Score(task, length, is_causal(task), about["spec"], metric, mean, larger, source))
+        means = {method: result["ours"].get(method, {}).get(name, {}).get("mean") for method in result["methods"]}
+        known = {method: mean for method, mean in means.items() if mean is not None}
+        unit = 100 if metric in SHARES and any(mean > 1 for mean in known.values()) else 1  # per cent, as in the paper
+        for method, mean in known.items():
+            spec = result["methods"][method]["spec"]
+            score = (spec, metric, mean / unit, larger, source, recipe.layers)
+            found.append(Score(task, recipe.length, is_causal(task), *score))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from subquad.advice.costs import Costs, Size, crossover
 from subquad.advice.points import Points, Subject, calibration_file, shipped, subjects
-from subquad.advice.quality import Nearest, Score, nearest, read_scores, results_folder, task_for
+from subquad.advice.quality import Nearest, Score, Trial, nearest, read_scores, results_folder, trial_for
 from subquad.advice.reach import Reach, reach
 from subquad.attention.registry import available
 from subquad.core.options import split_spec
@@ -88,7 +88,6 @@ class Advice:
     measured_here: bool
     unmeasured: list[str]  # registered, has this direction, not calibrated here
     results: Nearest | None
-    task: str  # to compare on
 
     @property
     def fitting(self) -> list[Row]:
@@ -99,10 +98,19 @@ class Advice:
         """The first three that fit, full attention aside."""
         return [row for row in self.fitting if row.spec != "full"][:3]
 
+    @property
+    def trial(self) -> Trial | None:
+        """What to compare the first three on."""
+        specs = [row.spec for row in self.best]
+        return trial_for(self.wish.n, self.wish.causal, specs) if specs else None
+
     def command(self) -> str | None:
         """That compares the first three with full attention."""
-        names = [row.spec for row in self.best]
-        return f"subquad compare {self.task} --attention {','.join(['full', *names])}" if names else None
+        trial = self.trial
+        if trial is None:
+            return None
+        settings = "".join(f" --set {setting}" for setting in trial.settings)
+        return f"subquad compare {trial.task}{settings} --attention {','.join(['full', *(r.spec for r in self.best)])}"
 
 
 def sources(causal: bool, here: dict[str, Any]) -> tuple[Costs, Points, bool, str | None]:
@@ -155,7 +163,6 @@ def advise(
         measured_here=measured_here,
         unmeasured=[] if specs else _unmeasured(wish, known),
         results=results,
-        task=task_for(wish.n, wish.causal, results),
     )
 
 

@@ -51,6 +51,8 @@ COMMANDS = {
     "passkey": "convert",
 }
 IMPORTS = "SUBQUAD_IMPORT"  # modules of --import, for the processes that a command starts
+_GPU = ": a GPU is used where torch finds one; with CUDA_VISIBLE_DEVICES= before the command, the processor"
+DEVICE = dict.fromkeys(("train", "compare", "reproduce"), _GPU)  # commands that choose the device themselves
 UsageError: Any = typer.BadParameter.__base__  # click's; typer brings its own copy of click or uses the real one
 
 
@@ -139,6 +141,8 @@ def import_modules(words: list[str]) -> list[str]:
 def in_words(error: Any, words: list[str]) -> str:
     """The message of a usage error. Newer versions of typer do not name the value of an option: it is added."""
     message, should = error.format_message(), "Input should be "
+    if message.startswith("No such option: --device"):
+        return f"No such option: --device{DEVICE.get(getattr(error.ctx, 'info_name', ''), '')}"
     option, _, rest = message.removeprefix("Invalid value for ").partition(": ")
     given = [word for word in words if word.split("=")[0] in option.replace("'", "").split(" / ")]
     if not rest.startswith(should) or not given:

@@ -95,7 +95,8 @@ def advise(
 def as_dict(advice: Advice, why: str | None) -> dict[str, Any]:
     """The advice as plain values."""
     results = advice.results
-    about = None if results is None else {key: getattr(results, key) for key in ("task", "length", "causal", "metric")}
+    keys = ("task", "length", "causal", "metric", "layers")
+    about = None if results is None else {key: getattr(results, key) for key in keys}
     rows = []
     for row in advice.rows:
         score = None if row.score is None else row.score._asdict()
@@ -234,7 +235,9 @@ def remarks(advice: Advice, rows: list[Row]) -> list[str]:
     results = advice.results
     if advice.fitting and results is not None:
         way = "causal" if results.causal else "bidirectional"
-        scores = f"{results.metric} on {results.task} ({results.length:,} tokens, {way}), the nearest task with results"
+        depth = "" if results.layers is None else f", {results.layers} layer{'s' * (results.layers > 1)}"
+        model = f"{results.length:,} tokens, {way}{depth}"
+        scores = f"{results.metric} on {results.task} ({model}), the nearest task with results"
         starred = any(row.score is not None and row.score.spec != row.spec for row in rows)
         lines.append(f"quality: {scores}{'; *: with other options' if starred else ''}")
     unshown = [row.spec for row in advice.fitting if row not in rows]
@@ -245,6 +248,8 @@ def remarks(advice: Advice, rows: list[Row]) -> list[str]:
         lines.append(f"do not fit into {show_bytes(wish.memory)}: {', '.join(large)}")
     if advice.unmeasured:
         lines.append(f"not measured yet (`subquad calibrate`): {', '.join(advice.unmeasured)}")
+    if advice.trial is not None and advice.trial.remark:
+        lines.append(f"to compare: {advice.trial.remark}")
     return lines
 
 

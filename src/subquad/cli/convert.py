@@ -13,7 +13,7 @@ from rich.text import Text
 
 from subquad.attention.registry import check_name
 from subquad.core.console import err, out
-from subquad.core.files import check_pretrained, read_text
+from subquad.core.files import check_pretrained, check_tokenizer, read_text
 
 Model = Annotated[Path, typer.Argument(help="Folder of a transformers language model, or a .gguf file.")]
 Converted = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
@@ -245,6 +245,7 @@ def _cell(one: Any) -> Text:
 def _check_model(model: Path, attention: str | None) -> None:
     """What is wrong is refused before torch is imported."""
     check_pretrained(model)
+    check_tokenizer(model)
     if attention is not None:
         check_name(attention)
 

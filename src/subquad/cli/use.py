@@ -103,6 +103,8 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:
     """Continue a text with a trained language model and print it as it is generated; the speed goes to stderr."""
+    if not prompt:
+        raise typer.BadParameter("--prompt is empty: give the model at least one character to continue")
     model_folder(model)  # a wrong one is refused before torch is loaded
     from subquad.training.quiet import quiet
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # files that tokenizers are read from
 PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp")
 
 
@@ -31,6 +32,8 @@ def check_writable(path: Path | None) -> None:
 
 def check_picture(path: Path | None, option: str) -> None:
     """Refuse a file that no picture can be drawn into."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"{option} must be a file, and {path} is a folder")
     if path is not None and path.suffix.lower() not in PICTURES:
         raise ValueError(f"{option} must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}, not in {path.name!r}")
     check_writable(path)
@@ -43,6 +46,14 @@ def check_pretrained(path: Path) -> None:
             raise ValueError(f"{path}: there is no such file")
     elif not (path / "config.json").exists():
         raise ValueError(f"{path} is neither a folder of a transformers model (with config.json) nor a .gguf file")
+
+
+def check_tokenizer(path: Path) -> None:
+    """Refuse the folder of a model that cannot read a text; a .gguf file has its tokenizer inside."""
+    if path.is_dir() and not any(found for pattern in TOKENIZERS for found in path.glob(pattern)):
+        raise ValueError(
+            f"{path} has no tokenizer (no {', '.join(TOKENIZERS)}): copy these files from the model that it comes from"
+        )
 
 
 def read_text(path: Path) -> str:

@@ -194,6 +194,7 @@ class Card(NamedTuple):
     row: Row
     number: str
     detail: Markup
+    level: Sequence[Row] = ()  # those that share the place
 
 
 def cards(rows: Sequence[Row], found: Findings | None) -> list[Card]:
@@ -205,8 +206,8 @@ def cards(rows: Sequence[Row], found: Findings | None) -> list[Card]:
     if found.guessing is not None:
         detail += f"; guessing has {number(found.guessing, best['mean'])}"
     if found.level:
-        detail += Markup("; level with {}").format(names(found.level))
-    made = [Card(f"Best {found.metric}", best, score(best), detail)]
+        detail += "; level: the differences are within the noise"
+    made = [Card(f"Best {found.metric}", best, score(best), detail, found.level)]
     if found.fastest is None or found.trade is None:
         return made
     fast, trade = found.fastest, found.trade

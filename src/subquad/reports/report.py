@@ -61,6 +61,7 @@ def render(comparison: dict[str, Any], *, title: str) -> str:
         "larger": found.larger if found else None,
         "reference": findings.reference(rows)["attention"] if rows else "–",
         "busy": busy,
+        "side_by_side": comparison.get("timing") is not None,
     }
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -109,6 +110,9 @@ def mebibytes(value: float) -> str:
     return f"{value / 2**20:,.0f} MiB"
 
 
+MEMORY_NOISE = 0.05  # peaks of two runs of the same model differ by so much
+
+
 @dataclass
 class Cell:
     """A number of the table; `bar` is the length of its bar in per cent."""
@@ -141,7 +145,7 @@ def columns(rows: Sequence[Row], metric: str, found: findings.Findings | None, *
         column(rows, metric, "mean", scored, mark=False),
         column(rows, "relative time", "relative_time", shown, mark=not busy),
         column(rows, "training time", "total_seconds", lambda row: duration(row["total_seconds"]), mark=False),
-        column(rows, "peak memory", "memory", lambda row: mebibytes(row["memory"])),
+        column(rows, "peak memory", "memory", lambda row: mebibytes(row["memory"]), noise=MEMORY_NOISE),
         column(rows, "parameters", "parameters", lambda row: f"{row['parameters']:,}"),
         column(rows, "connections", "connections", lambda row: f"{row['connections']:,.0f}"),
     ]
@@ -163,15 +167,17 @@ def columns(rows: Sequence[Row], metric: str, found: findings.Findings | None, *
     return made
 
 
-def column(rows: Sequence[Row], title: str, key: str, show: Callable[[Row], str], *, mark: bool = True) -> Column:
-    """Cells of one number; the smallest are marked, unless most are. What looks equal is equal."""
+def column(
+    rows: Sequence[Row], title: str, key: str, show: Callable[[Row], str], *, mark: bool = True, noise: float = 0.0
+) -> Column:
+    """Cells of one number; the smallest are marked, unless most are. What looks equal or is within `noise` is equal."""
     cells = [Cell(row.get(key)) for row in rows]
     for cell, row in zip(cells, rows, strict=True):
         cell.text = cell.text if cell.value is None else show(row)
     known = [(cell.value, cell) for cell in cells if cell.value is not None and math.isfinite(cell.value)]
     if known and mark:
-        _, best = min(known, key=lambda pair: pair[0])
-        marked = [cell for _, cell in known if cell.text == best.text]
+        least, best = min(known, key=lambda pair: pair[0])
+        marked = [cell for value, cell in known if cell.text == best.text or value <= (1 + noise) * least]
         for cell in marked if 2 * len(marked) <= len(known) else ():
             cell.best = True
     return Column(title, cells)

@@ -139,8 +139,23 @@ def task_class(name: str) -> type[Task]:
     return look_up("task", name, _TASKS)
 
 
-def task(name: str, recipe: str = "small", settings: tuple[str, ...] = (), data: Path | None = None, seed: int = 0):
+def task(
+    name: str,
+    recipe: str = "small",
+    settings: Iterable[str] = (),
+    data: Path | None = None,
+    seed: int = 0,
+    **others: Any,
+) -> Task:
     """A task under one of its recipes, with `key=value` changes: task("listops", "small", ("steps=100",))."""
+    if others:
+        given = ", ".join(f'"{key}={value}"' for key, value in others.items())
+        raise TypeError(
+            f"settings are given as texts: task({name!r}, settings=[{given}]), not as {next(iter(others))}=…"
+        )
+    settings = settings if isinstance(settings, str) else tuple(settings)
+    if isinstance(settings, str) or not all(isinstance(setting, str) for setting in settings):
+        raise TypeError(f'settings must be a list of texts such as ["steps=100"], not {settings!r}')
     cls = task_class(name)
     if recipe not in cls.recipes:
         raise unknown(f"recipe of {name}", recipe, cls.recipes)

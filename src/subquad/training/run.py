@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from transformers import TrainerState, set_seed
 
 import subquad
+from subquad.attention.registry import check_name
 from subquad.core import memory
 from subquad.distributed import whole
 from subquad.models import HEADS, SubquadConfig
@@ -49,7 +50,7 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass
 class Run:
-    """What to train, and where. `attention` is a spec, or several that the layers take in turn."""
+    """What to train, and where. `attention` is a list of one spec, or of several that the layers take in turn."""
 
     task: Task
     attention: list[str]
@@ -57,6 +58,16 @@ class Run:
     recipe_name: str = "small"
     seed: int = 0
     command: list[str] = field(default_factory=lambda: sys.argv)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.task, Task):
+            raise TypeError(f'task must be a task, such as subquad.tasks.task("needle"), not {self.task!r}')
+        specs = self.attention
+        if not isinstance(specs, (list, tuple)) or not specs or not all(isinstance(spec, str) for spec in specs):
+            raise TypeError(f'attention must be a list of specs, such as ["full"], not {specs!r}')
+        self.attention, self.out = list(specs), Path(self.out)
+        for spec in specs:
+            check_name(spec)
 
     def described(self) -> dict[str, Any]:
         """What decides the result: a run resumes only under the same description, on any number of processes."""
@@ -91,6 +102,8 @@ def check_specs(task: Task, specs: list[str]) -> None:
 
 def train(run: Run, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """Train to the end, or continue where a killed run stopped. Returns what result.json holds."""
+    if not isinstance(run, Run):
+        raise TypeError(f'run must be a Run, such as Run(task("needle"), ["full"], Path("out")), not {run!r}')
     check_specs(run.task, run.attention)
     state = PartialState(cpu=not torch.cuda.is_available())  # joins the other processes, if there are any
     if resume and not overwrite and (run.out / folder.RUN).exists() and (found := log.read_result(run.out)):

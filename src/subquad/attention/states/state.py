@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.core.sizes import show_bytes
+
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
 
@@ -103,6 +105,14 @@ class State:
     buffers: Buffers = field(default_factory=dict)
     tokens: Buffers | None = None  # with rollback=None all tokens by position, to recompute the buffers from
     stale: bool = False  # cropped beyond what the buffers keep: they are recomputed before the next tokens
+
+    def __repr__(self) -> str:
+        if self.length.is_meta or not self.length.numel():
+            length = "?"
+        else:
+            low, high = (int(x) for x in self.length.aminmax())
+            length = f"{low}" if low == high else f"{low} … {high}"
+        return f"State({self.mechanism}, rows={self.batch_size}, length={length}, {show_bytes(self.nbytes)})"
 
     def part(self, memory: Memory, buffers: Buffers) -> State:
         """The same rows with some of the buffers, for a memory that is made of several."""
