@@ -126,7 +126,7 @@ class Foreign(Case):
     cannot: ClassVar[frozenset[str]] = frozenset(
         {"weights_are_probabilities", "grouped_heads", "leaves_no_trace", "batch_is_its_parts", "dropout_is_fair",
          "grows_as_declared", "bad_input_is_refused", "streams_in_any_split", "state_is_a_value",
-         "state_grows_as_declared", "streaming_refuses_bad_input"}
+         "state_grows_as_declared", "streaming_refuses_bad_input", "scale_is_used"}
     )  # fmt: skip
 
     @classmethod
