@@ -202,3 +202,114 @@ def test_only_takes_the_name_of_one_check(capsys):
 def test_unknown_checks_are_refused():
     with pytest.raises(ValueError, match="no check is called nonsense"):
         check_attention("full", only=["nonsense"])
+
+
+class LongLeak(PaddingLeak):
+    """Forgets that it is causal, or its scale, in long sequences only; in the definition too where `both` says so."""
+
+    capabilities = subquad.Capabilities(padding=False)
+    wrong_in, wrong_value, both = 300, False, False
+
+    def forgetful(self, q, k, wrong=True):
+        scores = super().forgetful(q, k)
+        if not wrong or q.shape[2] <= self.wrong_in:
+            return scores
+        return scores * 1.01 if self.wrong_value else q @ k.mT * self.options.softmax_scale
+
+    def define(self, q, k, call):
+        return self.forgetful(q, k, wrong=self.both).softmax(-1)
+
+
+class LongLeakInBoth(LongLeak):
+    both = True
+
+
+class WrongAbove100(LongLeak):
+    wrong_in, wrong_value = 100, True
+
+
+def test_what_goes_wrong_in_long_sequences_only_is_found(registered):
+    """A leak in both paths is found by causality, another value by the definition, and neither by a short check."""
+    for mechanism, message in (
+        (LongLeak, "causal, long_equals_dense: .*value at n=401"),
+        (LongLeakInBoth, "causal, long_is_causal: .*n=1000: tokens from 1 on change output 0"),
+        (WrongAbove100, "long_equals_dense: .*value at n=257"),
+    ):
+        name = registered(mechanism)
+        check_attention(name, only=["fast_equals_dense", "causal_by_value_and_gradient"])
+        with pytest.raises(ContractError, match=message):
+            check_attention(name, only=["long_equals_dense", "long_is_causal"])
+
+
+def test_long_checks_make_room_in_max_length(registered):
+    check_attention("synthesizer:variant=random", max_length=80, only=["long_equals_dense", "long_is_causal"])
+
+
+class IgnoresScale(PaddingLeak):
+    """Its fast path has a scale of its own."""
+
+    capabilities = subquad.Capabilities(causal=False, padding=False)
+
+    def attend(self, q, k, v, call):
+        return (q @ k.mT * q.shape[3] ** -0.5).softmax(-1) @ v
+
+
+def test_an_ignored_scale_is_found(registered):
+    name = registered(IgnoresScale)
+    check_attention(name, only=["fast_equals_dense"])
+    with pytest.raises(ContractError, match=r"scale_is_used: .*value with scale=0\.9"):
+        check_attention(name, only=["scale_is_used"])
+
+
+class Draws(PaddingLeak):
+    """Draws a number that it does not need, always or in training."""
+
+    always = True
+
+    def attend(self, q, k, v, call):
+        if self.always or call.training:
+            torch.rand(1)
+        return super().attend(q, k, v, call)
+
+
+class DrawsInTraining(Draws):
+    always = False
+
+
+class DrawingModule(MeanOfPast):
+    def forward(self, q, k, v, key_mask=None):
+        torch.rand(1)
+        return super().forward(q, k, v, key_mask)
+
+
+def test_a_draw_from_the_generator_is_found(registered):
+    for mechanism, when in ((Draws, "in evaluation"), (DrawsInTraining, "with a seed")):
+        with pytest.raises(ContractError, match=f"a call {when} draws from torch's generator"):
+            check_attention(registered(mechanism), only="copies_and_seeds", causal=False)
+    with pytest.raises(ContractError, match="a call in evaluation draws from torch's generator"):
+        check_attention(DrawingModule, definition=mean_of_past, only="copies_and_seeds")
+    check_attention(registered(PaddingLeak), only="copies_and_seeds")
+
+
+class Unwritten(subquad.Attention):
+    """Nothing."""
+
+
+class Undefined(subquad.Attention):
+    """No definition."""
+
+    def attend(self, q, k, v, call):
+        return v
+
+
+def test_what_a_class_must_define_is_said(registered):
+    for mechanism, method in ((Unwritten, "attend"), (Undefined, "define")):
+        with pytest.raises(ContractError, match=f"the class {mechanism.__name__} must define `{method}"):
+            check_attention(registered(mechanism), only="fast_equals_dense")
+
+
+def test_checks_that_do_not_apply_are_not_called_ok(capsys):
+    check_attention("full:scale=0.5", only="causal_by_value_and_gradient", progress=True)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.split() == ["–", "full:scale=0.5,", "causal_by_value_and_gradient"]
+    assert second.startswith("ok ") and "full:scale=0.5 causal" in second

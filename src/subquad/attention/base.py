@@ -120,6 +120,8 @@ class Attention(nn.Module):
         """The fast path: (B, H, n, d). Where the mechanism is positional, rows start at slot 0 and end at `lengths`;
         what it gives behind the end of a row must be 0.
         """
+        if self.capabilities.level == "head":
+            raise TypeError(f"{self.name}: the class {type(self).__name__} must define `attend(q, k, v, call)`")
         raise TypeError(f"{self.name} does not work on q, k, v")
 
     def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -143,6 +145,8 @@ class Attention(nn.Module):
 
         Where the mechanism is positional it is given one row at a time, without leading and trailing padding.
         """
+        if self.capabilities.level == "head" and self.capabilities.weights:
+            raise TypeError(f"{self.name}: the class {type(self).__name__} must define `define(q, k, call)`")
         raise TypeError(f"{self.name} has no weights over tokens")
 
     def support(self, n: int) -> Tensor:

@@ -32,9 +32,10 @@ from subquad.testing.behaviour import (
     leaves_no_trace,
     no_state_between_calls,
 )
-from subquad.testing.case import Case, Foreign
+from subquad.testing.case import Case, Foreign, NotApplicable
 from subquad.testing.cost import grows_as_declared
-from subquad.testing.exactness import fast_equals_dense, grouped_heads, weights_are_probabilities
+from subquad.testing.exactness import fast_equals_dense, grouped_heads, scale_is_used, weights_are_probabilities
+from subquad.testing.long import long_equals_dense, long_is_causal
 from subquad.testing.masking import (
     causal_by_value_and_gradient,
     nan_stays_where_it_is,
@@ -59,9 +60,12 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     check.__name__: check
     for check in (
         fast_equals_dense,
+        long_equals_dense,
+        scale_is_used,
         weights_are_probabilities,
         grouped_heads,
         causal_by_value_and_gradient,
+        long_is_causal,
         padding_is_invisible,
         padded_row_equals_alone,
         nan_stays_where_it_is,
@@ -91,6 +95,8 @@ ONCE = {
     "dropout_is_fair",
     "grows_as_declared",
     "leaves_no_trace",
+    "long_equals_dense",
+    "long_is_causal",
     "no_state_between_calls",
     "state_grows_as_declared",
     "state_is_a_value",
@@ -152,9 +158,10 @@ def check_attention(
 
     `options` go to the mechanism; without any, and without a spec that has some, the `examples` of its class are
     checked. Exceptions are the mechanism's own: `exceptions = {check: reason}`. A module that is
-    not registered comes as a function causal → module(q, k, v, key_mask=None) for 2 heads of width 8, with its
-    `definition(q, k, v, key_mask, causal)` → output and what it can do (`Capabilities`). `progress` prints a line per
-    check on standard error (default: on a terminal). device="cuda" runs the checks on a GPU.
+    not registered comes as a function causal → module(q, k, v, key_mask=None) for 2 heads of width 8 and up to 1,000
+    tokens, with its `definition(q, k, v, key_mask, causal)` → output and what it can do (`Capabilities`). `progress`
+    prints a line per check on standard error (default: on a terminal), with – where a check does not apply.
+    device="cuda" runs the checks on a GPU.
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: torch finds no GPU here (subquad doctor shows what it finds)")
@@ -176,10 +183,10 @@ def check_attention(
         if name in case.cannot if only is None else name not in only:
             continue
         started = time.perf_counter()
-        problem = run_check(name, case)
+        outcome, problem = _outcome(name, case)
         if progress if progress is not None else sys.stderr.isatty():
-            seconds = time.perf_counter() - started
-            print(f"{'ok' if problem is None else 'FAILS':6}{seconds:6.1f} s  {case.title}, {name}", file=sys.stderr)
+            took = "" if outcome == "–" else f"{time.perf_counter() - started:.1f} s"
+            print(f"{outcome:6}{took:>8}  {case.title}, {name}", file=sys.stderr)
         if problem:
             failures.append(f"{case.title}, {name}: {problem}")
     if failures:
@@ -187,11 +194,20 @@ def check_attention(
 
 
 def run_check(name: str, case: Any) -> str | None:
-    """One check: None when it holds (or fails as declared), else what is wrong."""
+    """One check: None when it holds (or fails as declared, or does not apply), else what is wrong."""
+    return _outcome(name, case)[1]
+
+
+def _outcome(name: str, case: Any) -> tuple[str, str | None]:
+    """ "ok", "FAILS", or "–" where the check does not apply; and what is wrong."""
     excused = case.exceptions.get(name)
     try:
         with nullcontext() if case.device == "cpu" else torch.device(case.device):  # for what a check makes itself
             CHECKS[name](case)
+    except NotApplicable:
+        return "–", None
     except Exception as error:  # a crash is a failure of the contract like any other
-        return None if excused else f"{type(error).__name__}: {error}"
-    return f"is declared an exception ({excused}) but holds: take the declaration out" if excused else None
+        return ("ok", None) if excused else ("FAILS", f"{type(error).__name__}: {error}")
+    if excused:
+        return "FAILS", f"is declared an exception ({excused}) but holds: take the declaration out"
+    return "ok", None

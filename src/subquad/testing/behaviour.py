@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from subquad.testing.case import Case, close, gradient_names, gradients, masks
+from subquad.testing.case import Case, Foreign, NotApplicable, close, gradient_names, gradients, masks
 
 
 def no_state_between_calls(case: Case) -> None:
@@ -44,10 +44,10 @@ def leaves_no_trace(case: Case) -> None:
 
 def batch_is_its_parts(case: Case) -> None:
     """A batch in two parts, as accumulation and several processes have it, gives the same values and gradients."""
+    if case.able.stochastic:
+        raise NotApplicable  # each batch element draws for itself, by its number in the batch
     module = case.make()
     xs = [x.requires_grad_() for x in case.inputs(17, batch=4)]
-    if case.able.stochastic:
-        return  # each batch element draws for itself, by its number in the batch
     whole = case.run(module, xs)
     parts = [case.run(module, [x[a : a + 2] for x in xs]) for a in (0, 2)]
     close(torch.cat(parts), whole, 1e-12, "value of a batch in two parts")
@@ -149,6 +149,22 @@ def copies_and_seeds(case: Case) -> None:
         assert torch.equal(case.run(module, xs, seed=5), base), (
             "two calls with the same inputs differ: a call draws from torch's generator"
         )
+    _leaves_the_generator(case)
+
+
+def _leaves_the_generator(case: Case) -> None:
+    """A call that has a seed, or needs none, draws nothing from torch's generator, forward or backward."""
+    modules: dict[str, tuple[Any, dict[str, Any]]] = {}
+    if not case.able.stochastic:
+        modules["in evaluation"] = case.make(), {}
+    if not (case.is_layer or isinstance(case, Foreign)):  # which take no seed
+        modules["with a seed"] = case.make(dropout=0.2).train(), {"seed": torch.tensor(7)}
+    for what, (module, about) in modules.items():
+        xs = [x.requires_grad_() for x in case.inputs(33)]
+        before = torch.get_rng_state()
+        out = case.call(module, xs, **about)
+        gradients(out, xs, module)
+        assert torch.equal(torch.get_rng_state(), before), f"a call {what} draws from torch's generator"
 
 
 def dropout_is_fair(case: Case) -> None:

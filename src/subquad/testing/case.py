@@ -19,6 +19,10 @@ LENGTHS = (1, 2, 7, 8, 9, 31, 33, 65)  # 1, 2, b-1, b, b+1, a prime, 2^k ± 1
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
+class NotApplicable(Exception):
+    """A check has nothing to say about a case."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One mechanism, causal or not: called on q, k, v, or as a layer on tokens."""
@@ -85,8 +89,11 @@ class Case:
 
     def run(self, module: Any, inputs: Sequence[Tensor], key_mask: Tensor | None = None, seed: int = 2) -> Tensor:
         torch.manual_seed(seed)  # what samples, samples the same in every run
+        return self.call(module, inputs, key_mask)
+
+    def call(self, module: Any, inputs: Sequence[Tensor], key_mask: Tensor | None = None, **about: Any) -> Tensor:
         if not self.is_layer:
-            return module(*inputs, key_mask=key_mask)
+            return module(*inputs, key_mask=key_mask, **about)
         padding = None if key_mask is None else ~key_mask
         return module(*[*inputs] * 3, key_padding_mask=padding, need_weights=False)[0]
 
@@ -119,7 +126,7 @@ class Foreign(Case):
     cannot: ClassVar[frozenset[str]] = frozenset(
         {"weights_are_probabilities", "grouped_heads", "leaves_no_trace", "batch_is_its_parts", "dropout_is_fair",
          "grows_as_declared", "bad_input_is_refused", "streams_in_any_split", "state_is_a_value",
-         "state_grows_as_declared", "streaming_refuses_bad_input"}
+         "state_grows_as_declared", "streaming_refuses_bad_input", "scale_is_used"}
     )  # fmt: skip
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from subquad.testing.case import LENGTHS, TOLERANCE, Case, close, gradient_names, gradients, masks
+from subquad.testing.case import LENGTHS, TOLERANCE, Case, NotApplicable, close, gradient_names, gradients, masks
 
 
 def fast_equals_dense(case: Case) -> None:
@@ -22,10 +22,22 @@ def fast_equals_dense(case: Case) -> None:
                     close(a, b, tolerance, f"gradient of {name} at {what}")
 
 
+def scale_is_used(case: Case) -> None:
+    """With a `scale` of one's own the fast path gives what the definition gives."""
+    try:
+        module = case.make(scale=0.9)  # not 1/√8
+    except ValueError as error:
+        if "scale must be None" in str(error):  # its scores are not scaled, and it says so
+            raise NotApplicable from None
+        raise
+    xs = case.inputs(33)
+    close(case.run(module, xs), case.dense(module, xs), 1e-9, "value with scale=0.9")
+
+
 def weights_are_probabilities(case: Case) -> None:
     """Weights are ≥ 0, sum to 1 where there is support, and cover exactly the declared support."""
     if not case.able.weights:
-        return
+        raise NotApplicable
     module = case.make()
     sparse = any(getattr(part, "sparse", False) for part in module.modules()) or case.able.stochastic
     for n in (1, 2, 9, 33):
@@ -50,7 +62,7 @@ def weights_are_probabilities(case: Case) -> None:
 def grouped_heads(case: Case) -> None:
     """Fewer key and value heads than query heads give what the repeated ones give, values and gradients."""
     if case.is_layer:
-        return
+        raise NotApplicable
     wide = Case(case.spec, case.causal, case.options, heads=4, width=case.width)
     module = wide.make()
     for n, mask in ((9, None), (33, masks(33) if case.able.padding else None)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from subquad.testing.behaviour import _refuses
-from subquad.testing.case import Case, close, gradient_names, gradients, masks
+from subquad.testing.case import Case, NotApplicable, close, gradient_names, gradients, masks
 
 LONGEST = 72  # sizes that are left open follow from it: spans of about 8
 LEAST = 16  # what a state keeps beside what is named, at least
@@ -20,7 +20,7 @@ LEAST = 16  # what a state keeps beside what is named, at least
 def streams_in_any_split(case: Case) -> None:
     """A sequence in chunks of any sizes gives what one call gives, values and gradients, with every kind of padding."""
     if not _can(case):
-        return
+        raise NotApplicable
     module, n, seed = make(case), 57, torch.tensor(5)
     draw = random.Random(zlib.crc32(f"{case.spec}{case.options}".encode()))
     for mask in (None, masks(n)) if case.able.padding else (None,):
@@ -55,7 +55,7 @@ def _streams_behind_padding(case: Case, module: Any, seed: Tensor) -> None:
 def state_is_a_value(case: Case) -> None:
     """crop: as if it had never been longer; reorder and repeat: as if rows had always stood there."""
     if not _can(case):
-        return
+        raise NotApplicable
     module, seed = make(case), torch.tensor(5)
     uneven = torch.ones(2, 40, dtype=torch.bool)
     uneven[1, :3] = False  # rows of different lengths
@@ -100,7 +100,7 @@ def state_is_a_value(case: Case) -> None:
 def state_grows_as_declared(case: Case) -> None:
     """The bytes of a state are those of `kept_keys(n)` keys, values and queries, doubled at most when buffers grow."""
     if not _can(case):
-        return
+        raise NotApplicable
     module = make(case, torch.float32, longest=1024)
     core = case.core(module)
     for n in (256, 1024):
