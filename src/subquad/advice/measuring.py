@@ -29,7 +29,7 @@ LEAST = 0.06  # seconds that the calls of one measurement take together
 CAREFUL = 0.15  # the same at the length that other sizes are scaled from
 SHARED = 0.5  # the same for the projections, a part of every layer
 CALLS = 4  # at least so many, of which the best counts: a neighbour's burst spoils two or three in a row
-LONG, LONGEST = 0.1, 0.5  # seconds from which half of them are enough, and one
+LONG = 0.5  # seconds from which half of them are enough
 CHUNK = 1024  # tokens of a chunk before a decode step
 ROOM = 64  # decode steps that a state has room for
 
@@ -76,7 +76,7 @@ def best(call: Callable[[], object], least_seconds: float = LEAST) -> float:
     call()
     first = last = time.perf_counter()
     taken, found = first - begun, math.inf
-    least = CALLS if taken < LONG else CALLS // 2 if taken < LONGEST else 1
+    least = CALLS if taken < LONG else CALLS // 2
     while least > 0 or last - first < least_seconds:
         call()
         now = time.perf_counter()
