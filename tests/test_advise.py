@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 import weakref
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from subquad.advice import measuring, points, quality, ranking, reach
-from subquad.advice.costs import Costs, Size, crossover, memory_curve, share
+from subquad.advice.costs import Costs, Projected, Size, crossover, memory_curve, share
 from subquad.advice.curves import Curve, Scaled, along, fitted
+from subquad.advice.measuring import fresh_seconds
 from subquad.advice.peaks import Peaks, kept, measure_memory, memory_tasks
 from subquad.advice.points import ALONE, BASE, Points, Shape, Subject
 from subquad.advice.ranking import Advice, Wish
@@ -66,6 +68,22 @@ def test_what_the_terms_miss_follows_the_size_of_the_tensors():
     measured = {Shape(n, *BASE): 1e-6 * n * (2 if n > 4096 else 1) for n in (64, 512, 2048, 8192)}
     curve = Curve(measured, [lambda n: n])
     assert curve.at(4096, 8192) / curve.at(4096) == pytest.approx(math.sqrt(2), rel=0.01)
+
+
+def test_fresh_memory_of_the_projections_does_not_grow_with_the_square_of_the_width():
+    """1 µs of products per token, as the square of the width, and 2 µs per token of the base width beyond 8,192."""
+    law = lambda n, width: 1e-6 * n * (width / 256) ** 2 + 2e-6 * max(0, n * width / 256 - 8192)  # noqa: E731
+    sizes = [*((n, *BASE) for n in (64, 512, 2048, 8192, 32768)), (2048, 4, 32), (2048, 8, 64), (2048, 16, 64)]
+    projected = Projected({Shape(n, heads, dim): law(n, heads * dim) for n, heads, dim in sizes})
+    for n, width in ((1000, 512), (32768, 256), (16384, 512), (2048, 1024), (8192, 1024)):
+        assert projected(n, width) == pytest.approx(law(n, width), rel=1e-6), (n, width)
+
+
+def test_a_layer_is_timed_in_a_process_that_does_nothing_else():
+    subject, shape = Subject("linear", True), Shape(64, 2, 16)
+    begun = time.perf_counter()
+    seconds = fresh_seconds(subject, shape, backward=True, least_seconds=0.0)
+    assert 0 < seconds < time.perf_counter() - begun, "the start of the process is not counted"
 
 
 def test_factors_are_those_measured_and_bounded_against_noise():

@@ -164,19 +164,33 @@ def memory_curve(points: dict[Shape, float], work: list[Term]) -> Curve:
 
 
 class Projected:
-    """The time of the projections: a curve over the length at the base width, and a factor for other widths."""
+    """The time of the projections: products, which a factor scales to other widths, and what large tensors cost beyond
+    them. Fresh memory costs by its size, not by the width it is multiplied with.
+
+        f(n, E) = n · rate · factor(E) + extra(n·E)        rate: the least time of a token at the base width
+    """
 
     def __init__(self, points: dict[Shape, float]) -> None:
         self.curve = Curve(points, [lambda n: n])
-        found = [(s.width / BASE[1], v / self.at(*s)) for s, v in points.items() if not s.is_base]
+        self.rate = min(value / shape.n for shape, value in points.items() if shape.is_base)
+        found = [(s.width / BASE[1], self._products(s, v)) for s, v in points.items() if not s.is_base]
         self.factors = bounded(found, 2, BASE[0])  # by the width, in units of a head
 
-    def at(self, n: float, heads: float, head_dim: float, batch: float = 1) -> float:
-        """With the width of the base, and tensors as large as these."""
-        return self.curve.at(n * batch, equal_length(n, heads, head_dim, batch))
+    def __call__(self, n: float, width: float) -> float:
+        """Of n tokens, whatever the rows they are in."""
+        return self.rate * n * along(width / BASE[1], self.factors) + self._extra(n, width)
 
-    def factor(self, width: float) -> float:
-        return along(width / BASE[1], self.factors)
+    def base(self, n: float, large: float) -> float:
+        """Of n tokens at the base width, with tensors as large as those of `large` tokens."""
+        return self.rate * n + self._extra(large, BASE[0] * BASE[1]) * n / large
+
+    def _products(self, shape: Shape, value: float) -> float:
+        """Of a measured point, in units of those at the base width."""
+        return (value - self._extra(shape.n, shape.width)) / (self.rate * shape.n)
+
+    def _extra(self, n: float, width: float) -> float:
+        equal = equal_length(n, width, 1)
+        return max(0.0, self.curve.at(equal) - self.rate * equal)
 
 
 class LayerTime:
@@ -194,19 +208,20 @@ class LayerTime:
     def _ratio(self, shape: Shape, value: float) -> float:
         """Of the attention that grows, to one row of the base size."""
         own, rest = self.parts(*shape)
-        grown = value - self.curve.constant - shape.batch * own * self.projections.factor(shape.width)
-        return grown / max(1e-12, rest - self.curve.constant) / shape.batch
+        return (value - self.curve.constant - own) / max(1e-12, rest - self.curve.constant) / shape.batch
 
     def parts(self, n: float, heads: float, head_dim: float, batch: float = 1) -> tuple[float, float]:
-        """Projections and attention of one row, at the base size with tensors as large as these."""
-        whole = self.curve.at(n, equal_length(n, heads, head_dim, batch))
-        own = min(self.share * self.projections.at(n, heads, head_dim, batch) / batch, MOST * whole)
-        return own, whole - own
+        """The projections of all rows, and the attention of one row at the base size, with tensors of this size."""
+        large = equal_length(n, heads, head_dim, batch)
+        whole = self.curve.at(n, large)
+        base = self.share * self.projections.base(n, large)
+        own = self.share * self.projections(n * batch, heads * head_dim)
+        return own * min(1.0, MOST * whole / base), whole - min(base, MOST * whole)
 
     def __call__(self, size: Size) -> float:
         own, rest = self.parts(size.n, size.heads, size.head_dim, size.batch)
         scale = rows(size.batch, self.row) * along(size.heads, self.factors[1]) * along(size.head_dim, self.factors[2])
-        return size.batch * own * self.projections.factor(size.width) + scaled(rest, self.curve.constant, scale)
+        return own + scaled(rest, self.curve.constant, scale)
 
 
 # ---- what a mechanism declares -------------------------------------------------------------------------------------

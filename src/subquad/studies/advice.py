@@ -4,8 +4,8 @@
 
 Ten layers are drawn with a fixed seed: their lengths are spread evenly, on a logarithmic scale, from 512 to 65,536, and
 their mechanisms, directions, sizes, batch sizes and steps are random. Mechanisms with a quadratic part are drawn up to
-`QUADRATIC` tokens. Time is the best of a few calls in each of `ROUNDS` rounds over all ten, memory the growth of a
-fresh process whose kernels are loaded.
+`QUADRATIC` tokens. Time is the best of a few calls in each of `ROUNDS` rounds over all ten, every time in a fresh
+process; memory is the growth of a process whose kernels are loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from subquad import bench
 from subquad.advice.costs import Costs, Size, exponent
-from subquad.advice.measuring import about_here, best, make
+from subquad.advice.measuring import about_here, fresh_seconds
 from subquad.advice.peaks import Peaks
 from subquad.advice.points import Shape, Subject, shapes, subjects
 from subquad.advice.ranking import sources
@@ -105,7 +105,7 @@ def predict(costs: Costs, held: Held) -> tuple[float, float]:
 
 
 def measure_seconds(held: Held) -> float:
-    return best(make(held.subject, held.shape, backward=held.train), LEAST)
+    return fresh_seconds(held.subject, held.shape, backward=held.train, least_seconds=LEAST)
 
 
 def measure_bytes(held: Held) -> int:
