@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
+IMPORTS = "SUBQUAD_IMPORT"  # modules that processes of ours import first, comma-separated
+
 # Before the path is clean only modules are imported that were loaded when the interpreter started. What comes before
 # the standard library is the working folder and PYTHONPATH, in which an empty item means the working folder too.
 _ENTRY = """\
