@@ -142,3 +142,11 @@ def test_public_names_are_found():
     assert subquad.training.load.__name__ == "load"
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         subquad.training.lode  # noqa: B018
+
+
+def test_processes_that_belong_together_tell_a_thing_once(monkeypatch, tmp_path):
+    assert child.first_to_tell("kernels") and child.first_to_tell("kernels"), "a process alone looks after itself"
+    monkeypatch.setenv(child.TOLD, str(tmp_path))
+    assert child.first_to_tell("kernels") and not child.first_to_tell("kernels")
+    monkeypatch.setenv(child.TOLD, str(tmp_path / "gone"))
+    assert child.first_to_tell("kernels")

@@ -14,13 +14,14 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from subquad.core.child import command
+from subquad.core.child import TOLD, command
 from subquad.core.files import write_atomically
 from subquad.core.options import split_spec
 from subquad.core.spoken import argument, given
@@ -142,7 +143,8 @@ def _runs(out: Path) -> list[Path]:
 
 def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Train what is not yet trained; returns what comparison.json holds. Ctrl-C leaves everything resumable."""
-    with locked(comparison.out):
+    with locked(comparison.out), tempfile.TemporaryDirectory() as told:
+        comparison.environment[TOLD] = told
         for attention, seed, rate in pending(comparison):
             tell(f"{comparison.task} · {attention} · seed {seed}" + ("" if rate is None else f" · rate {rate}"))
             code = (run_inside if comparison.inside else run_one)(comparison, attention, seed, rate)
