@@ -352,7 +352,7 @@ def test_wrong_calls_say_what_is_right():
         a.start(x)
     layer = subquad.MultiheadAttention(8, 2, batch_first=True)
     with pytest.raises(
-        TypeError, match="'key_mask'; padding is given as key_padding_mask, .*: key_padding_mask=~key_mask"
+        TypeError, match=r"'key_mask'; padding is given as key_padding_mask, .*: key_padding_mask=~key_mask"
     ):
         layer(*torch.randn(3, 1, 4, 8), key_mask=torch.ones(1, 4, dtype=torch.bool))
     with pytest.raises(TypeError, match=r'@subquad.register\("my-mechanism"\)'):

@@ -222,8 +222,8 @@ class Attention(nn.Module):
         """q (B, H, n, d), k and v (B, H or H/g, m, d) → (B, H, n, d).
 
         `key_mask` bool (B, m), True = a real token, is for padding; `seed` makes a random call repeatable. There is no
-        attn_mask and no is_causal: who attends to whom is the mechanism's to say, with causal=True when it is made. Other
-        arguments raise an error that names what to give instead.
+        attn_mask and no is_causal: who attends to whom is the mechanism's to say, with causal=True when it is made.
+        Other arguments raise an error that names what to give instead.
         """
         if refused:
             raise unknown_argument(self, *refused)
