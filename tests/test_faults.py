@@ -126,7 +126,7 @@ def test_signals_leave_a_checkpoint(tmp_path, expected, monkeypatch, capfd, numb
     monkeypatch.setattr(RunTrainer, "compute_loss", compute_loss)
     with pytest.raises(Interrupted, match="stopped at step 3 of 6"):
         train(sampled(tmp_path))
-    assert "run the same command again with --resume (in Python: resume=True) to continue" in capfd.readouterr().err
+    assert "make the same call again with resume=True to continue" in capfd.readouterr().err
     assert checkpoints.step_of(checkpoints.newest_good(tmp_path)[0]) == 3
     assert not (tmp_path / "error.txt").exists() and not (tmp_path / lock.FILE).exists()
     assert resumed(tmp_path) == expected

@@ -323,3 +323,40 @@ def test_float_masks_are_part_of_a_compiled_graph():
     with pytest.raises(RuntimeError, match="0 and -inf only"):
         compiled()
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (
+            {"attn_mask": None},
+            "has no argument 'attn_mask'; who attends to whom is decided by the mechanism, .* key_mask",
+        ),
+        ({"is_causal": True}, r"subquad\.attention\('local', …, causal=True\)"),
+        ({"key_padding_mask": None}, "True is a real token: key_mask=~key_padding_mask"),
+        ({"dropout_p": 0.1}, "decided when the mechanism is made: .*dropout=0.1"),
+        ({"keymask": None}, "a call takes q, k, v, key_mask and seed"),
+    ],
+)
+def test_arguments_of_torch_are_answered_with_those_of_a_mechanism(given, message):
+    a = subquad.attention("local", num_heads=2, head_dim=4)
+    with pytest.raises(TypeError, match=message):
+        a(*torch.randn(3, 1, 2, 8, 4), **given)
+
+
+def test_wrong_calls_say_what_is_right():
+    a, x = subquad.attention("local", num_heads=2, head_dim=4, causal=True), torch.randn(1, 8, 2, 4)
+    with pytest.raises(ValueError, match=r"q has 8 heads, .* num_heads=2; q must be \(B, H, n, d\): q.transpose"):
+        a(x, x, x)
+    with pytest.raises(ValueError, match=r"batch_size must be an integer ≥ 1, not a tensor \(1, 8, 2, 4\)"):
+        a.start(x)
+    layer = subquad.MultiheadAttention(8, 2, batch_first=True)
+    with pytest.raises(
+        TypeError, match=r"'key_mask'; padding is given as key_padding_mask, .*: key_padding_mask=~key_mask"
+    ):
+        layer(*torch.randn(3, 1, 4, 8), key_mask=torch.ones(1, 4, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r'@subquad.register\("my-mechanism"\)'):
+
+        @subquad.register
+        class Nameless(subquad.Attention):
+            pass

@@ -15,7 +15,14 @@ ROOT = Path(__file__).parents[1]
 SMALL = Setting(heads=2, head_dim=8)
 
 
-PAGES = ["README.md", "docs/performance.md", "docs/conversion.md", "docs/distributed.md", "docs/advise.md"]
+PAGES = [
+    "README.md",
+    "docs/performance.md",
+    "docs/conversion.md",
+    "docs/distributed.md",
+    "docs/advise.md",
+    "docs/composite-slice.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -358,3 +358,30 @@ def test_a_state_is_printed_in_one_line():
     _, even = a.extend(*inputs(20), a.start(2, dtype=torch.float64))
     assert re.fullmatch(r"State\(combiner-fixed, rows=2, length=20, [\d.]+ KiB\)", repr(even))
     assert "length=15 … 20" in repr(padded) and "length=0" in repr(a.start(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("spec", ["full", "combiner-fixed:span=8", "longformer:window=5", "linear"])
+def test_a_state_is_used_once(spec):
+    """Without gradients, or the tokens of one continuation would silently stand in the other."""
+    a = subquad.attention(spec, num_heads=2, head_dim=4, causal=True)
+    q, k, v = torch.randn(3, 1, 2, 40, 4)
+    with torch.no_grad():
+        expected = a(q, k, v)
+        _, state = a.extend(q[:, :, :20], k[:, :, :20], v[:, :, :20], a.start(1))
+        kept, copied = state.clone(), copy.deepcopy(state)
+        rest = q[:, :, 20:], k[:, :, 20:], v[:, :, 20:]
+        _, after = a.extend(*(x[:, :, :3] for x in rest), state)
+        for again in (lambda: a.extend(*rest, state), state.clone, lambda: state.crop(19), lambda: state.reserve(50)):
+            with pytest.raises(ValueError, match=r"state was used before: .* clone the state"):
+                again()
+        assert int(state.crop(0).length) == 0, "an empty state is always to be had"
+        for other in (kept, copied, after.crop(20)):
+            torch.testing.assert_close(a.extend(*rest, other)[0], expected[:, :, 20:])
+        with pytest.raises(ValueError, match="used before"):
+            a.extend(*rest, after)
+    with torch.inference_mode():  # tensors do not count there
+        _, state = a.extend(q, k, v, a.start(1))
+        a.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1], state)
+    _, state = a.extend(q[:, :, :20], k[:, :, :20], v[:, :, :20], a.start(1))
+    for _ in range(2):  # with gradients nothing is written
+        torch.testing.assert_close(a.extend(*rest, state)[0], expected[:, :, 20:])

@@ -192,7 +192,7 @@ def test_mlm_reads_any_text(tmp_path: Path) -> None:
 
 
 def test_mlm_says_what_is_wrong_with_the_data(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"wikitext-2-v1\.zip.*--data"):
+    with pytest.raises(FileNotFoundError, match=r"wikitext-2-v1\.zip.*`data`"):
         task("mlm", data=tmp_path).load()
     wikitext(tmp_path, train=ARTICLE, valid=ARTICLE)
     with pytest.raises(ValueError, match=r"holds no wiki\.test"):

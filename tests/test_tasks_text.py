@@ -92,7 +92,7 @@ def test_text_sizes_that_the_data_has_not(tmp_path, settings, message):
 
 
 def test_text_missing_truncated_incomplete(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"aclImdb.*not found in .*imdb.*aclImdb_v1\.tar\.gz.*stanford.*--data"):
+    with pytest.raises(FileNotFoundError, match=r"aclImdb.*not found in .*imdb.*aclImdb_v1\.tar\.gz.*stanford.*`data`"):
         small("text", tmp_path).load()
     whole = make_tar(tmp_path / "imdb/aclImdb_v1.tar.gz", REVIEWS)
     whole.write_bytes(whole.read_bytes()[:-200])

@@ -1,9 +1,13 @@
 """The shipped contract finds what is wrong, in any mechanism, and is strict about exceptions."""
 
+import re
+
 import pytest
 import torch
 
 import subquad
+from subquad.attention.full import drop, masked_map
+from subquad.probability import probability_map
 from subquad.testing import ContractError, check_attention
 from test_options import Mean
 
@@ -313,3 +317,51 @@ def test_checks_that_do_not_apply_are_not_called_ok(capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert first.split() == ["–", "full:scale=0.5,", "causal_by_value_and_gradient"]
     assert second.startswith("ok ") and "full:scale=0.5 causal" in second
+
+
+class Planted(subquad.Attention):
+    """An honest mechanism with room for a mistake, which the check that names its cause must find."""
+
+    positional = False
+
+    def define(self, q, k, call):
+        softmax = probability_map("softmax")
+        return masked_map(softmax, q, k, self.support(q.shape[2]), call.key_mask, self.options.softmax_scale)
+
+    def attend(self, q, k, v, call):
+        weights = drop(self.define(q, k, call), call).to(v.dtype)
+        return type(self).mistake(weights @ v, v, call)
+
+    @staticmethod
+    def mistake(out, v, call):
+        return out
+
+
+MISTAKES = {
+    "every `seed` drops the same weights": ("dropout_is_fair", None),
+    "inputs that are expanded": ("any_layout_and_dtype", lambda out, v, call: out * (0.5 if 0 in v.stride() else 1)),
+    "value of a batch in two parts": ("batch_is_its_parts", lambda out, v, call: torch.cat([out[:8], out[8:] * 0.9])),
+    "value in training, without dropout": ("modes_agree", lambda out, v, call: out * (1.01 if call.training else 1)),
+    "value without gradients": ("modes_agree", lambda out, v, call: out * (1 if torch.is_grad_enabled() else 1.01)),
+    "value with 4 heads of width 5": ("other_sizes", lambda out, v, call: out * (0.9 if v.shape[3] % 8 else 1)),
+    "real tokens are right; `attend` must give 0": (
+        "fast_equals_dense",
+        lambda out, v, call: out if call.key_mask is None else out + (~call.key_mask)[:, None, :, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_found_by_the_check_that_names_it(registered, message):
+    check, mistake = MISTAKES[message]
+    body = {"mistake": staticmethod(mistake)} if mistake else {}
+    if mistake is None:
+
+        def attend(self, q, k, v, call):
+            return drop(self.define(q, k, call), call._replace(seed=torch.tensor(3))).to(v.dtype) @ v
+
+        body = {"attend": attend}
+    name = registered(type("Mistaken", (Planted,), body))
+    with pytest.raises(ContractError, match=re.escape(message)):
+        check_attention(name, only=check, causal=False)
+    check_attention(registered(Planted), only=check, causal=False)

@@ -134,7 +134,7 @@ def test_overwriting_deletes_the_run_alone_and_only_if_the_new_one_can_work(fini
     assert train(tiny(tmp_path, "steps=2"), overwrite=True)["steps"] == 2
     assert (tmp_path / "notes.txt").read_text() == "mine"
     (tmp_path / "file").write_text("a file")
-    with pytest.raises(ValueError, match="--out must be a folder"):
+    with pytest.raises(ValueError, match="`out` must be a folder"):
         train(tiny(tmp_path / "file"))
 
 
@@ -166,11 +166,11 @@ def test_only_a_run_can_be_resumed(tmp_path):
              "other": r"the folder contains no run, but notes\.txt, seed0"}  # fmt: skip
     for name, what in found.items():
         out = tmp_path / name
-        with pytest.raises(lock.Refused, match=f"{out} cannot be resumed: {what}; without --resume") as caught:
+        with pytest.raises(lock.Refused, match=f"{out} cannot be resumed: {what}; without resume=True") as caught:
             train(tiny(out), resume=True)
         assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "notes.txt", "other", "seed0"]
-    with pytest.raises(ValueError, match="--resume continues a run and --overwrite deletes it: choose one"):
+    with pytest.raises(ValueError, match="resume=True continues a run and overwrite=True deletes it: choose one"):
         train(tiny(tmp_path / "new"), resume=True, overwrite=True)
 
 
@@ -595,7 +595,7 @@ def test_children_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
     [
         (lambda: task(3), "the name of the task must be a string, not 3"),
         (lambda: task("needle", 3), "the name of the recipe of needle must be a string, not 3"),
-        (lambda: task("needle", steps=5), r"""task\('needle', settings=\["steps=5"\]\)"""),
+        (lambda: task("needle", step=5), "needle has no option 'step'; did you mean steps"),
         (lambda: task("needle", settings="steps=5"), r"""settings must be a list of texts such as \["steps=100"\]"""),
         (
             lambda: Run("needle", ["full"], Path("x")),

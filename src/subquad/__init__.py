@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from subquad.attention.base import Attention, Capabilities, Record
     from subquad.attention.registry import attention, available, register, unregister
     from subquad.core.options import Options, option
+    from subquad.experiments import Compared, Trained, compare, train
     from subquad.layers import MultiheadAttention
     from subquad.swapping import swap
 
@@ -21,33 +22,41 @@ __version__ = "0.2.0.dev0"
 __all__ = [
     "Attention",
     "Capabilities",
+    "Compared",
     "MultiheadAttention",
     "Options",
     "Record",
+    "Trained",
     "attention",
     "available",
+    "compare",
     "option",
     "register",
     "swap",
+    "train",
     "unregister",
 ]
 
 _PLACES = {
     "Attention": "subquad.attention.base",
     "Capabilities": "subquad.attention.base",
+    "Compared": "subquad.experiments",
     "MultiheadAttention": "subquad.layers",
     "Options": "subquad.core.options",
     "Record": "subquad.attention.base",
+    "Trained": "subquad.experiments",
     "attention": "subquad.attention.registry",
     "available": "subquad.attention.registry",
+    "compare": "subquad.experiments",
     "option": "subquad.core.options",
     "register": "subquad.attention.registry",
     "swap": "subquad.swapping",
+    "train": "subquad.experiments",
     "unregister": "subquad.attention.registry",
 }
 
 
-_SUBMODULES = ("distributed", "hf", "testing")
+_SUBMODULES = ("distributed", "hf", "models", "tasks", "testing", "theory", "training")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,15 @@ from typing import Any
 
 from docsite.prose import escaped, markdown, table
 
-MODULES = ("subquad", "subquad.models", "subquad.hf", "subquad.distributed", "subquad.testing", "subquad.theory")
+MODULES = (
+    "subquad",
+    "subquad.models",
+    "subquad.hf",
+    "subquad.training",
+    "subquad.distributed",
+    "subquad.testing",
+    "subquad.theory",
+)
 LONG = 12  # parameters beyond which a class shows the fields of its own instead
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.checks import check_inputs, checked_seed
+from subquad.attention.checks import check_inputs, checked_seed, unknown_argument
 from subquad.attention.registry import no_such_direction
 from subquad.attention.rows import Rows, clean, repeat_heads
 from subquad.attention.states import entrance
@@ -210,13 +210,23 @@ class Attention(nn.Module):
     # ---- what people call ----
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, seed: Tensor | int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        seed: Tensor | int | None = None,
+        **refused: Any,
     ) -> Tensor:
         """q (B, H, n, d), k and v (B, H or H/g, m, d) → (B, H, n, d).
 
         `key_mask` bool (B, m), True = a real token, is for padding; `seed` makes a random call repeatable. There is no
         attn_mask and no is_causal: who attends to whom is the mechanism's to say, with causal=True when it is made.
+        Other arguments raise an error that names what to give instead.
         """
+        if refused:
+            raise unknown_argument(self, *refused)
         check_inputs(self, q, k, v, key_mask)
         if self.across is not None:
             return self.across.attend(self, q, k, v, key_mask, seed)

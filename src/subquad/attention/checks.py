@@ -21,7 +21,7 @@ def check_inputs(attention: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tens
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"{label} has batch size {x.shape[0]}, q has {q.shape[0]}")
         if x.dtype != q.dtype or x.device != q.device:
-            raise TypeError(f"{label} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
+            raise TypeError(f"{label} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}: they must be equal")
     if v.shape[2] != k.shape[2]:
         raise ValueError(f"v has length {v.shape[2]}, k has {k.shape[2]}: they must be equal")
     if q.shape[0] < 1:
@@ -33,7 +33,8 @@ def check_inputs(attention: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tens
 def _check_heads(attention: Any, label: str, x: Tensor, key_heads: int) -> None:
     heads, width = attention.options.num_heads, attention.options.head_dim
     if label == "q" and x.shape[1] != heads:
-        raise ValueError(f"q has {x.shape[1]} heads, the mechanism was made with num_heads={heads}")
+        hint = "; q must be (B, H, n, d): q.transpose(1, 2) makes it so" if x.shape[2] == heads else ""
+        raise ValueError(f"q has {x.shape[1]} heads, the mechanism was made with num_heads={heads}{hint}")
     if x.shape[1] < 1 or heads % x.shape[1]:
         raise ValueError(f"{label} has {x.shape[1]} heads: it must be a divisor of num_heads={heads}")
     if label == "v" and x.shape[1] != key_heads:
@@ -69,6 +70,29 @@ def check_mask(attention: Any, k: Tensor, key_mask: Tensor | None) -> None:
         raise ValueError(f"key_mask must have shape (B, m) = {(k.shape[0], k.shape[2])}, not {tuple(key_mask.shape)}")
     if key_mask.device != k.device:
         raise ValueError(f"key_mask is on {key_mask.device}, k is on {k.device}")
+
+
+PADDING = "padding is given as key_mask, a bool tensor (B, m) in which True is a real token"
+MADE = {"is_causal": "causal=True", "causal": "causal=True", "dropout_p": "dropout=0.1", "dropout": "dropout=0.1",
+        "scale": "scale=0.125"}  # fmt: skip
+ELSEWHERE = {  # what torch and transformers call it → what to give here
+    "attn_mask": f"who attends to whom is decided by the mechanism, with causal=True when it is made; {PADDING}",
+    "mask": f"{PADDING}; who attends to whom is decided by the mechanism, with causal=True when it is made",
+    "key_padding_mask": f"{PADDING}: key_mask=~key_padding_mask",
+    "attention_mask": f"{PADDING}: key_mask=attention_mask.bool()",
+    "need_weights": "the weights are a call of their own, weights(q, k)",
+    "enable_gqa": "k and v may have fewer heads than q without it",
+    "generator": "seed, an integer, makes a random call repeatable",
+}
+
+
+def unknown_argument(attention: Any, name: str, *others: str) -> TypeError:
+    """The error for an argument that a call does not have."""
+    if name in MADE:
+        instead = f"it is decided when the mechanism is made: subquad.attention({attention.name!r}, …, {MADE[name]})"
+    else:
+        instead = ELSEWHERE.get(name, "a call takes q, k, v, key_mask and seed")
+    return TypeError(f"{attention.name}: a call has no argument {name!r}; {instead}")
 
 
 def checked_seed(seed: Tensor | int | None) -> Tensor | None:

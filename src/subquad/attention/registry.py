@@ -70,6 +70,9 @@ def register(name: str, *, replace: bool = False) -> Callable[[type[Attention]],
 
     from subquad.attention.base import Attention
 
+    if not isinstance(name, str):
+        raise TypeError(f'register takes the name of the mechanism, @subquad.register("my-mechanism"), not {name!r}')
+
     def add(cls: type[Attention]) -> type[Attention]:
         if not (isinstance(cls, type) and issubclass(cls, Attention)):
             raise TypeError(f"register({name!r}) takes a subclass of subquad.Attention, not {cls!r}")

@@ -21,8 +21,10 @@ except ModuleNotFoundError as missing:
     print(f'error: the command subquad needs {missing.name}: pip install "subquad[train]"', file=sys.stderr)
     raise SystemExit(2) from None
 
+from subquad.core.child import IMPORTS
 from subquad.core.console import complain
 from subquad.core.names import import_user_module
+from subquad.core.spoken import command_line
 
 COMMANDS = {
     "list": "listing",
@@ -50,7 +52,6 @@ COMMANDS = {
     "adapt": "convert",
     "passkey": "convert",
 }
-IMPORTS = "SUBQUAD_IMPORT"  # modules of --import, for the processes that a command starts
 _GPU = ": a GPU is used where torch finds one; with CUDA_VISIBLE_DEVICES= before the command, the processor"
 DEVICE = dict.fromkeys(("train", "compare", "reproduce"), _GPU)  # commands that choose the device themselves
 UsageError: Any = typer.BadParameter.__base__  # click's; typer brings its own copy of click or uses the real one
@@ -99,7 +100,8 @@ class Commands(PlainHelp, TyperGroup):
     def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(import_modules(words), *rest, standalone_mode=False, **extra)
+            with command_line():
+                code = super().main(import_modules(words), *rest, standalone_mode=False, **extra)
         except UsageError as error:
             code = complain(in_words(error, words))
         except (ValueError, TypeError, OSError, ImportError) as error:

@@ -82,7 +82,7 @@ def reproduce(
         raise typer.BadParameter(f"--recipe must be one of {', '.join(SCALES)}, not {recipe!r}")
     chosen = limited(find(name), method or (), column or ())
     bracket = None if rates is None else () if rates == "none" else parse_rates(rates)
-    check_out(folder, "--out")
+    check_out(folder)
     check_possible(chosen, recipe)
     _check_data(chosen, recipe, data)
     from subquad.training.quiet import quiet

@@ -95,7 +95,7 @@ def conversion(
         check_name(spec)
     texts = {path.stem: read_text(path) for path in (Path(name.strip()) for name in text.split(","))}
     lengths = parse_lengths(speed, "--speed", "2048,8192") if speed.strip() else []
-    check_out(folder, "--out")
+    check_out(folder)
     from subquad.studies.conversion import show
 
     show(model, texts, folder, attention or [], adapted or [], n, start, lengths, hidden, tries)
@@ -107,7 +107,7 @@ def copying(
     depth: Annotated[int, typer.Option(min=1, help="Largest number of layers.")] = 3,
 ) -> None:
     """Accuracy on the copying task for 1, 2, … layers of full, STRIDED and FIXED attention (table 1 of Yun et al.)."""
-    check_out(out, "--out")
+    check_out(out)
     from subquad.studies.copying import show
 
     show(out, steps, depth)
@@ -199,7 +199,7 @@ def repeated_tokens(
     for spec in split_list(attention):
         check_name(spec)
     check_settings("repeated-tokens", settings or (), "paper")
-    check_out(out, "--out")
+    check_out(out)
     from subquad.studies.repeated_tokens import show
 
     show(out, split_list(attention), settings or [], seed)

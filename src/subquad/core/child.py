@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import sys
 
+IMPORTS = "SUBQUAD_IMPORT"  # modules that processes of ours import first, comma-separated
+TOLD = "SUBQUAD_TOLD"  # a folder in which processes of ours note what one of them has told the user
+
 # Before the path is clean only modules are imported that were loaded when the interpreter started. What comes before
 # the standard library is the working folder and PYTHONPATH, in which an empty item means the working folder too.
 _ENTRY = """\
@@ -20,6 +23,20 @@ sys.path[:before] = [path for path in sys.path[:before] if path and (os.path.rea
 import runpy
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
+
+
+def first_to_tell(what: str) -> bool:
+    """Whether none of the processes that were started together has told it yet; this one tells it now."""
+    folder = os.environ.get(TOLD)
+    if not folder:
+        return True
+    try:
+        os.close(os.open(os.path.join(folder, what), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:  # the folder is gone
+        pass
+    return True
 
 
 def command(module: str, *arguments: str) -> list[str]:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args, get_origin
 
 from subquad.core.names import nearest
+from subquad.core.spoken import argument
 
 
 def option(default: Any = None, help: str = "", *, ge=None, gt=None, le=None, lt=None) -> Any:
@@ -163,7 +164,7 @@ def split_list(text: str) -> list[str]:
     doubles = [spec for spec in specs if specs.count(spec) > 1]
     if not all(specs) or doubles:
         wrong = f"names {doubles[0]} twice" if all(specs) else f"{text!r} has an empty entry"
-        raise ValueError(f"--attention {wrong}: give comma-separated specs")
+        raise ValueError(f"{argument('attention')} {wrong}: give comma-separated specs")
     return specs
 
 

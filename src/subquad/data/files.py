@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from subquad.core.spoken import argument
+
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 BROKEN = (EOFError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error, OSError, ValueError)
 FREE, RATIO = 64 << 20, 200  # a packed file may unpack to FREE bytes, or to RATIO times its size; text packs 10 times
@@ -53,8 +55,8 @@ class Source:
 
     def _advice(self) -> str:
         return (
-            f"get {self.what} from {self.origin} and put it there; --data DIR or SUBQUAD_DATA names another data "
-            "directory"
+            f"get {self.what} from {self.origin} and put it there; {argument('data')} or SUBQUAD_DATA names another "
+            "data directory"
         )
 
 

@@ -21,6 +21,8 @@ import torch
 from numba.core import event
 from numba.extending import overload
 
+from subquad.core.child import first_to_tell
+
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # without nnan and ninf: -inf and NaN keep their meaning
 _INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # only kernels call them
 inline = numba.njit(fastmath=FAST, error_model="numpy", forceinline=True, **_INSIDE)
@@ -38,6 +40,8 @@ class Announcement(event.Listener):
         if self.said or not event.data["dispatcher"].py_func.__module__.startswith("subquad."):
             return
         self.said = True
+        if not first_to_tell("kernels"):
+            return
         logging.getLogger("subquad").warning(
             "subquad compiles its CPU kernels for this machine, which takes some seconds; later runs load them from "
             "Numba's cache."

@@ -33,9 +33,22 @@ class Embeddings(nn.Module):
         # sines are of size 1, token embeddings of size std: on one scale neither drowns the other
         self.scale = config.initializer_range * math.sqrt(2)
 
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """On a CPU, torch says of an id beyond the vocabulary only that an index is out of range."""
+        if torch.compiler.is_compiling():
+            return self.tokens(ids)
+        try:
+            return self.tokens(ids)
+        except IndexError:
+            low, high = (int(each) for each in ids.aminmax())
+            size = self.tokens.num_embeddings
+            raise ValueError(
+                f"input_ids must be between 0 and {size - 1} (vocab_size={size}), not {low} … {high}"
+            ) from None
+
     def forward(self, x: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
         """x: ids (B, n) or embeddings (B, n, D); positions (B or 1, n)."""
-        x = x if x.is_floating_point() else self.tokens(x)  # (B, n, D)
+        x = x if x.is_floating_point() else self._look_up(x)  # (B, n, D)
         if self.segments is not None:
             x = x + self.segments(torch.zeros_like(positions) if segments is None else segments)
         elif segments is not None:

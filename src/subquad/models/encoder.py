@@ -294,6 +294,8 @@ class SubquadModel(Stack):
 
 def with_keys(config: SubquadConfig, **keys: Any) -> SubquadConfig:
     """The configuration with these keys: itself where it agrees, else a copy, for it is the caller's."""
+    if not isinstance(config, SubquadConfig):
+        raise TypeError(f"config must be a SubquadConfig, not {config!r:.60}")
     if all(getattr(config, key) == value for key, value in keys.items()):
         return config
     config = deepcopy(config)

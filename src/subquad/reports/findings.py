@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from subquad.core.options import split_spec
+from subquad.core.spoken import again, given
 from subquad.reports.charts import breakable, element
 
 CLOSE = 0.02  # a metric is close to the best within 2 % of it, or within the spread of the seeds
@@ -230,7 +231,7 @@ def caution(rows: Sequence[Row], busy: str | None = None) -> str:
     if not counts:
         return ""
     if counts == [1]:
-        text = "One seed each: a difference may be luck; run the comparison with --seeds 3 to find out."
+        text = f"One seed each: a difference may be luck; run the comparison with {given('seeds', 3)} to find out."
     else:
         seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         text = f"Mean ± standard deviation over {seeds} seeds."
@@ -239,5 +240,5 @@ def caution(rows: Sequence[Row], busy: str | None = None) -> str:
         has = "has" if len(waiting) == 1 else "have"
         text += f" {', '.join(waiting)} {has} not left the plateau in these steps and {has} no rank."
     if busy and len(finished(rows)) > 1:
-        text += f" The times are not to be trusted: {busy}. Run the same command again on a quiet machine."
+        text += f" The times are not to be trusted: {busy}. To measure them again, {again()} on a quiet machine."
     return text

@@ -11,6 +11,7 @@ from subquad.core.declarations import declared
 from subquad.core.names import look_up, unknown
 from subquad.core.options import fields, split_spec
 from subquad.core.source_options import item, keys, options_class
+from subquad.core.spoken import argument
 
 if TYPE_CHECKING:
     from subquad.tasks.base import Task
@@ -113,12 +114,12 @@ def check_attention(name: str, specs: Iterable[str], settings: Iterable[str] = (
 def check_data(name: str, data: Path | None, settings: Iterable[str] = (), recipe: str = "small") -> None:
     """Refuse a data directory that cannot have the data of a task; torch need not be imported."""
     if data is not None and not data.is_dir():
-        raise FileNotFoundError(f"--data: the folder {data} does not exist")
+        raise FileNotFoundError(f"{argument('data')}: the folder {data} does not exist")
     entry, chosen = _TASKS[name], _recipe(name, settings, recipe)
     source = _held(entry, "sources", getattr(chosen, "source", ""))
     path = getattr(chosen, "path", None)
     if path is not None and not Path(path).exists():
-        raise FileNotFoundError(f"--set path: {path} does not exist")
+        raise FileNotFoundError(f"path={path}: there is no such file")
     if source is not None and path is None:
         source.check_folder(data)
 
@@ -134,6 +135,13 @@ def _held(entry: Any, attribute: str, key: str) -> Any:
     return item(entry, attribute, key) if isinstance(entry, str) else getattr(entry, attribute).get(key)
 
 
+def as_texts(changes: dict[str, Any]) -> tuple[str, ...]:
+    """Changes of a recipe as the command line gives them: {"steps": 5, "tied": True} → ("steps=5", "tied=True")."""
+    lists = (tuple, list)
+    texts = {key: "+".join(map(str, value)) if isinstance(value, lists) else value for key, value in changes.items()}
+    return tuple(f"{key}={value}" for key, value in texts.items())
+
+
 def task_class(name: str) -> type[Task]:
     """The class registered under `name`."""
     return look_up("task", name, _TASKS)
@@ -145,19 +153,23 @@ def task(
     settings: Iterable[str] = (),
     data: Path | None = None,
     seed: int = 0,
-    **others: Any,
+    **changes: Any,
 ) -> Task:
-    """A task under one of its recipes, with `key=value` changes: task("listops", "small", ("steps=100",))."""
-    if others:
-        given = ", ".join(f'"{key}={value}"' for key, value in others.items())
-        raise TypeError(
-            f"settings are given as texts: task({name!r}, settings=[{given}]), not as {next(iter(others))}=…"
-        )
+    """A task under one of its recipes, with changes: task("listops", steps=100), or as texts, settings=["steps=100"].
+
+    Args:
+        name: of the task; `subquad.tasks.available()` has them all.
+        recipe: the name of a recipe.
+        settings: changes as texts `key=value`, as the command line gives them.
+        data: the folder of data sets; None = $SUBQUAD_DATA, or ./data.
+        seed: of generated data.
+        changes: the same changes as keywords.
+    """
     settings = settings if isinstance(settings, str) else tuple(settings)
     if isinstance(settings, str) or not all(isinstance(setting, str) for setting in settings):
         raise TypeError(f'settings must be a list of texts such as ["steps=100"], not {settings!r}')
     cls = task_class(name)
     if recipe not in cls.recipes:
         raise unknown(f"recipe of {name}", recipe, cls.recipes)
-    chosen = cls.recipes[recipe].changed(name, settings)
+    chosen = cls.recipes[recipe].changed(name, (*settings, *as_texts(changes)))
     return cls(chosen, data, seed)

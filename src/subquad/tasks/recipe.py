@@ -57,7 +57,7 @@ class Recipe(Checked):
         for setting in settings:
             key, equals, value = (piece.strip() for piece in setting.partition("="))
             if not equals or not key or not value:
-                raise ValueError(f"--set {setting!r} is not of the form key=value")
+                raise ValueError(f"the setting {setting!r} is not of the form key=value")
             texts[key] = value
         return make(type(self), name, {**self.asdict(), **parse(type(self), name, texts)})
 

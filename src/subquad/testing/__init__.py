@@ -30,11 +30,18 @@ from subquad.testing.behaviour import (
     copies_and_seeds,
     dropout_is_fair,
     leaves_no_trace,
+    modes_agree,
     no_state_between_calls,
 )
 from subquad.testing.case import Case, Foreign, NotApplicable
 from subquad.testing.cost import grows_as_declared
-from subquad.testing.exactness import fast_equals_dense, grouped_heads, scale_is_used, weights_are_probabilities
+from subquad.testing.exactness import (
+    fast_equals_dense,
+    grouped_heads,
+    other_sizes,
+    scale_is_used,
+    weights_are_probabilities,
+)
 from subquad.testing.long import long_equals_dense, long_is_causal
 from subquad.testing.masking import (
     causal_by_value_and_gradient,
@@ -62,6 +69,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         fast_equals_dense,
         long_equals_dense,
         scale_is_used,
+        other_sizes,
         weights_are_probabilities,
         grouped_heads,
         causal_by_value_and_gradient,
@@ -72,6 +80,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         no_state_between_calls,
         leaves_no_trace,
         batch_is_its_parts,
+        modes_agree,
         any_layout_and_dtype,
         compiles,
         copies_and_seeds,
@@ -97,7 +106,9 @@ ONCE = {
     "leaves_no_trace",
     "long_equals_dense",
     "long_is_causal",
+    "modes_agree",
     "no_state_between_calls",
+    "other_sizes",
     "state_grows_as_declared",
     "state_is_a_value",
     "streaming_refuses_bad_input",

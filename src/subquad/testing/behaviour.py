@@ -47,9 +47,9 @@ def batch_is_its_parts(case: Case) -> None:
     if case.able.stochastic:
         raise NotApplicable  # each batch element draws for itself, by its number in the batch
     module = case.make()
-    xs = [x.requires_grad_() for x in case.inputs(17, batch=4)]
+    xs = [x.requires_grad_() for x in case.inputs(17, batch=10)]
     whole = case.run(module, xs)
-    parts = [case.run(module, [x[a : a + 2] for x in xs]) for a in (0, 2)]
+    parts = [case.run(module, [x[a:b] for x in xs]) for a, b in ((0, 3), (3, 10))]
     close(torch.cat(parts), whole, 1e-12, "value of a batch in two parts")
     pairs = zip(gradients(torch.cat(parts), xs, module), gradients(whole, xs, module), strict=True)
     for name, (a, b) in zip(gradient_names(case, module), pairs, strict=True):
@@ -85,6 +85,8 @@ def any_layout_and_dtype(case: Case) -> None:
     close(case.run(module, strange), base, 1e-12, "non-contiguous inputs")
     wide = [torch.cat([x, x], case.time)[(slice(None),) * case.time + (slice(0, 33),)] for x in xs]
     close(case.run(module, wide), base, 1e-12, "inputs that are slices")
+    one = [x[:1].expand_as(x) for x in xs]
+    close(case.run(module, one), case.run(module, [x.contiguous() for x in one]), 1e-12, "inputs that are expanded")
     for dtype in (torch.bfloat16, torch.float16):
         half = case.run(case.make(dtype), case.inputs(33, dtype))
         assert half.dtype == dtype, f"{dtype} in, {half.dtype} out"
@@ -105,6 +107,16 @@ def any_layout_and_dtype(case: Case) -> None:
         every = [x.detach().clone().requires_grad_() for x in xs]
         alone, whole = (gradients(case.run(module, ys), [ys[chosen]])[0] for ys in (some, every))
         close(alone, whole, 1e-12, f"gradient of {name} alone")
+
+
+def modes_agree(case: Case) -> None:
+    """Without gradients, and in training without dropout, the values are those of evaluation."""
+    module, xs = case.make(), case.inputs(33)
+    base = case.run(module, [x.clone().requires_grad_() for x in xs])
+    with torch.no_grad():
+        close(case.run(module, xs), base, 1e-12, "value without gradients (torch.no_grad)")
+        if not case.able.stochastic and not isinstance(case, Foreign):  # whose dropout is its own business
+            close(case.run(module.train(), xs), base, 1e-12, "value in training, without dropout")
 
 
 def compiles(case: Case, any_length: bool | None = None) -> None:
@@ -183,6 +195,8 @@ def dropout_is_fair(case: Case) -> None:
         if not case.is_layer:
             pair = [module(*one, seed=torch.tensor(7)) for _ in range(2)]  # torch's generator moves on between them
             assert torch.equal(*pair), "dropout does not follow the `seed` of the call"
+            pair = [module(*(x[:8] for x in many), seed=torch.tensor(seed)) for seed in (7, 8)]
+            assert not torch.equal(*pair), "every `seed` drops the same weights"
         if case.able.stochastic:
             return
         assert first.std(0).max() > 0.01, "dropout drops nothing"

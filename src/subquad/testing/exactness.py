@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from subquad.testing.case import LENGTHS, TOLERANCE, Case, NotApplicable, close, gradient_names, gradients, masks
+from subquad.testing.case import (
+    LENGTHS,
+    TOLERANCE,
+    Case,
+    Foreign,
+    NotApplicable,
+    close,
+    gradient_names,
+    gradients,
+    masks,
+)
 
 
 def fast_equals_dense(case: Case) -> None:
@@ -16,10 +27,38 @@ def fast_equals_dense(case: Case) -> None:
                 xs = [x.requires_grad_() for x in case.inputs(n, dtype, 2 if mask is None else len(mask))]
                 what = f"n={n}, {'no' if mask is None else 'every kind of'} padding, {dtype}"
                 fast, slow = case.run(module, xs, mask), case.dense(module, xs, mask)
+                _real_tokens_first(case, fast, slow, mask, tolerance, what)
                 close(fast, slow, tolerance, f"value at {what}")
                 pairs = zip(gradients(fast, xs, module), gradients(slow, xs, module), strict=True)
                 for name, (a, b) in zip(gradient_names(case, module), pairs, strict=True):
                     close(a, b, tolerance, f"gradient of {name} at {what}")
+
+
+def _real_tokens_first(
+    case: Case, fast: Tensor, slow: Tensor, mask: Tensor | None, tolerance: float, what: str
+) -> None:
+    """If real tokens are right and padded slots are not, say so: it is the mistake that is made first."""
+    if mask is None or fast.shape != slow.shape:
+        return
+    close(case.rows(fast, mask), case.rows(slow, mask), tolerance, f"value at {what}")
+    hint = "value of padded slots (real tokens are right; `attend` must give 0 behind the end of a row, `call.lengths`)"
+    close(case.rows(fast, ~mask), case.rows(slow, ~mask), tolerance, f"{hint} at {what}")
+
+
+def other_sizes(case: Case) -> None:
+    """Another number of heads, a width that is no power of two: the fast path gives what the definition gives."""
+    if isinstance(case, Foreign):
+        raise NotApplicable
+    other = Case(case.spec, case.causal, case.options, heads=4, width=5, device=case.device)
+    try:
+        module = other.make()
+    except ValueError:  # not every mechanism has every size
+        raise NotApplicable from None
+    xs = [x.requires_grad_() for x in other.inputs(17)]
+    fast, slow = other.run(module, xs), other.dense(module, xs)
+    close(fast, slow, 1e-9, "value with 4 heads of width 5")
+    for name, a, b in zip(other.names, gradients(fast, xs), gradients(slow, xs), strict=True):
+        close(a, b, 1e-9, f"gradient of {name} with 4 heads of width 5")
 
 
 def scale_is_used(case: Case) -> None:

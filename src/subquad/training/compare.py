@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from subquad.core.child import command
+from subquad.core.child import TOLD, command
 from subquad.core.files import write_atomically
 from subquad.core.options import split_spec
+from subquad.core.spoken import argument, given
 from subquad.tasks import task as make_task
 from subquad.tasks.guessing import guess
 from subquad.training import log, speed
@@ -29,7 +32,7 @@ from subquad.training.callbacks import SIGNALS
 from subquad.training.lock import holder, locked, refusal
 from subquad.training.plateau import Plateau, find_plateau, left_at
 from subquad.training.rates import choose
-from subquad.training.run import Run, check_specs, make_arguments, slug, versions, was
+from subquad.training.run import Interrupted, Run, check_specs, make_arguments, slug, train, versions, was
 from subquad.training.run import clear as clear_run
 from subquad.training.start import check_out
 
@@ -51,6 +54,8 @@ class Comparison:
     plateau: Plateau | None = None  # from `check`
     timing: dict[str, Any] | None = None  # what `speed.relative_costs` found
     timed: bool = True  # measure the relative cost of the attentions at the end
+    inside: bool = False  # train in this process: no other one can import the task or a mechanism
+    environment: dict[str, str] = field(default_factory=dict)  # of the processes, beside this one's
 
     def described(self) -> dict[str, Any]:
         settings = make_task(self.task, self.recipe, self.settings).recipe.asdict()
@@ -92,13 +97,13 @@ def check_data(comparison: Comparison) -> None:
 def prepare(comparison: Comparison, *, overwrite: bool) -> None:
     """The folder; a comparison goes on only as what it was (attentions and seeds may be added)."""
     path, wanted = comparison.out / "comparison.json", comparison.described()
-    check_out(comparison.out, "--out")
+    check_out(comparison.out)
     if process := holder(comparison.out):
         raise refusal(comparison.out, process)
     if overwrite and not path.exists() and (runs := _runs(comparison.out)):
         raise ValueError(
             f"{comparison.out} contains runs ({runs[0].relative_to(comparison.out)}) but no comparison.json: they are "
-            "not deleted by --overwrite; delete them yourself, or choose another --out"
+            f"not deleted by {given('overwrite')}; delete them yourself, or choose another {argument('out')}"
         )
     if path.exists() and overwrite:
         with locked(comparison.out):
@@ -113,7 +118,7 @@ def prepare(comparison: Comparison, *, overwrite: bool) -> None:
             if flat[0][key] != flat[1][key]:
                 raise ValueError(
                     f"{comparison.out} already contains a comparison with {key}={flat[0][key]!r}, not "
-                    f"{flat[1][key]!r}: delete it with --overwrite, or choose another --out"
+                    f"{flat[1][key]!r}: delete it with {given('overwrite')}, or choose another {argument('out')}"
                 )
     comparison.out.mkdir(parents=True, exist_ok=True)
     write(comparison)
@@ -138,10 +143,11 @@ def _runs(out: Path) -> list[Path]:
 
 def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Train what is not yet trained; returns what comparison.json holds. Ctrl-C leaves everything resumable."""
-    with locked(comparison.out):
+    with locked(comparison.out), tempfile.TemporaryDirectory() as told:
+        comparison.environment[TOLD] = told
         for attention, seed, rate in pending(comparison):
             tell(f"{comparison.task} · {attention} · seed {seed}" + ("" if rate is None else f" · rate {rate}"))
-            code = run_one(comparison, attention, seed, rate)
+            code = (run_inside if comparison.inside else run_one)(comparison, attention, seed, rate)
             reason = comparison.folder(attention, seed, rate) / "error.txt"
             if code == 130:
                 raise KeyboardInterrupt
@@ -207,12 +213,30 @@ def run_one(comparison: Comparison, attention: str, seed: int, rate: str | None 
         raise refusal(folder, process)
     (folder / "error.txt").unlink(missing_ok=True)
     with forwarded() as (children, stopped):
-        child = subprocess.Popen(command("subquad", *arguments), stdout=subprocess.DEVNULL)
+        words, environment = command("subquad", *arguments), {**os.environ, **comparison.environment}
+        child = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=environment)
         children.append(child)
         for number in stopped:  # one that came while the child was being started
             child.send_signal(number)
         code = child.wait()
     return 130 if stopped or code in (-1, -2, -15, 129, 130, 143) else code
+
+
+def run_inside(comparison: Comparison, attention: str, seed: int, rate: str | None = None) -> int:
+    """One training in this process; 1 if it failed, 130 if it was stopped."""
+    folder = comparison.folder(attention, seed, rate)
+    settings = (*comparison.settings, *([] if rate is None else [f"rate={rate}"]))
+    try:
+        task = make_task(comparison.task, comparison.recipe, settings, comparison.data, seed)
+        run = Run(task, attention.split("|"), folder, comparison.recipe, seed, comparison.command)
+        train(run, resume=(folder / "run.json").exists())
+    except Interrupted:
+        return 130
+    except Exception as error:  # the other attentions go on
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "error.txt").write_text(" ".join(str(error).split()) or type(error).__name__)
+        return 1
+    return 0
 
 
 @contextlib.contextmanager

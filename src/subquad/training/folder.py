@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad.core.files import write_atomically
+from subquad.core.spoken import argument, given
 from subquad.training import checkpoints, lock, log
 from subquad.training.lock import Refused
 from subquad.training.start import ERROR, FILES, FOLDERS, RUN, check_start
@@ -95,7 +96,7 @@ def check_same(run: Any) -> None:
         if not isinstance(before.get("settings"), dict):
             raise ValueError(f"{run.out / RUN} is damaged (it has no settings)")
     except ValueError as error:
-        raise Refused(f"{error}: restore it, or start again with --overwrite") from error
+        raise Refused(f"{error}: restore it, or start again with {given('overwrite')}") from error
     for key in ("task", "attention", "recipe", "seed"):
         _compare(key, before.get(key), now[key], run.out)
     for key, value in now["settings"].items():
@@ -110,4 +111,6 @@ def was(settings: dict[str, Any], key: str, recipe: Any) -> Any:
 
 def _compare(key: str, before: Any, now: Any, out: Path) -> None:
     if before != (list(now) if isinstance(now, tuple) else now):
-        raise Refused(f"{out} cannot be resumed: {key} was {before!r} and is now {now!r}; choose another --out")
+        raise Refused(
+            f"{out} cannot be resumed: {key} was {before!r} and is now {now!r}; choose another {argument('out')}"
+        )

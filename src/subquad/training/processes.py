@@ -9,9 +9,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from subquad.core.spoken import again
 from subquad.distributed.faults import Members
 
-TO_RESUME = "run the same command again with --resume (in Python: resume=True) to continue"
+
+def to_resume() -> str:
+    return f"{again('resume')} to continue"
 
 
 def world_size() -> int:
@@ -58,5 +61,5 @@ def name_dead_processes() -> Iterator[None]:
             raise SystemExit(1) from None
         raise ConnectionError(
             f"process {dead[0]} of {len(members.where)} (pid {members.where[dead[0]][1]}) has died, so the others "
-            f"stopped; {TO_RESUME}"
+            f"stopped; {to_resume()}"
         ) from error

@@ -35,7 +35,7 @@ from subquad.training import checkpoints, folder, log
 from subquad.training.callbacks import TIMES, Recorder, Stopper, no_progress_bars, reaches, say
 from subquad.training.connections import connections
 from subquad.training.folder import clear, was
-from subquad.training.processes import TO_RESUME, main_process, name_dead_processes, world_size
+from subquad.training.processes import main_process, name_dead_processes, to_resume, world_size
 from subquad.training.sequence import Sequence, check_divided
 from subquad.training.start import slug
 from subquad.training.trainer import Resume, RunTrainer, evaluation_seed, make_arguments, make_trainer, seeded
@@ -154,7 +154,7 @@ def _train(run: Run, arguments: Any, splits: Any, checkpoint: Path | None) -> di
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if stopper.stopped and trainer.state.global_step < trainer.state.max_steps:
         where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
-        say(f"{where}; {TO_RESUME}")
+        say(f"{where}; {to_resume()}")
         raise Interrupted(where)  # the command line turns it into exit code 130, silently
     test = trainer.evaluate(splits.test, metric_key_prefix="test")
     if sequence is not None:

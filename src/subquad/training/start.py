@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from subquad.core.spoken import argument, given
 from subquad.training import checkpoints, lock, log
 from subquad.training.lock import Refused
 
@@ -17,25 +18,23 @@ FILES = (RUN, log.FILE, log.RESULT, ERROR)
 def check_start(out: Path, *, resume: bool, overwrite: bool) -> None:
     """Only a run can be resumed, and it is not overwritten unless that is asked for."""
     if resume and overwrite:
-        raise ValueError("--resume continues a run and --overwrite deletes it: choose one of them")
-    check_out(out, "--out")
+        raise ValueError(f"{given('resume')} continues a run and {given('overwrite')} deletes it: choose one of them")
+    check_out(out)
     if not (out / RUN).exists():
         _refuse_remains(out, overwrite=overwrite)
         if resume:
-            raise Refused(
-                f"{out} cannot be resumed: {_found(out)}; without --resume (in Python: resume=False) a new run starts"
-            )
+            raise Refused(f"{out} cannot be resumed: {_found(out)}; without {given('resume')} a new run starts")
     elif not resume and not overwrite:
         raise Refused(
-            f"{out} already contains a run: --resume continues it (in Python: resume=True), "
-            "--overwrite deletes it and starts again"
+            f"{out} already contains a run: {given('resume')} continues it, "
+            f"{given('overwrite')} deletes it and starts again"
         )
 
 
-def check_out(out: Path, option: str) -> None:
+def check_out(out: Path) -> None:
     """Refuse what is no folder and cannot become one. Leaves no trace."""
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{option} must be a folder, and {out} is a file")
+        raise ValueError(f"{argument('out')} must be a folder, and {out} is a file")
     new = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -52,7 +51,7 @@ def _refuse_remains(out: Path, *, overwrite: bool) -> None:
         return
     raise Refused(
         f"{out} contains {remains[0]} but no {RUN}: if it is a damaged run, restore {RUN} or start again with "
-        "--overwrite; if not, choose another --out"
+        f"{given('overwrite')}; if not, choose another {argument('out')}"
     )
 
 

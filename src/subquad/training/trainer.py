@@ -22,7 +22,7 @@ from transformers.integrations import TensorBoardCallback
 
 from subquad.training import checkpoints, log, statistics
 from subquad.training.callbacks import Bar, Enough, Recorder, Stopper
-from subquad.training.processes import TO_RESUME, world_size
+from subquad.training.processes import to_resume, world_size
 from subquad.training.sequence import Sequence, data_processes
 
 UNLOGGED = "unlogged.json"  # in a checkpoint: the loss since the last record of the log
@@ -157,7 +157,7 @@ class Resume(TrainerCallback):
 def _hint(error: Exception, run: Path) -> str:
     full = getattr(error, "errno", None) in FULL or shutil.disk_usage(run).free < 1 << 20
     what = "; free some disk space and" if full else "; once the cause is fixed,"
-    return f"; what was saved before is kept{what} {TO_RESUME}"
+    return f"; what was saved before is kept{what} {to_resume()}"
 
 
 def make_trainer(

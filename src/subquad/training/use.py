@@ -13,6 +13,7 @@ from transformers import set_seed
 
 from subquad.core.files import model_folder
 from subquad.core.options import make
+from subquad.core.spoken import argument
 from subquad.models import HEADS
 from subquad.tasks import task_class
 from subquad.tasks.base import Task
@@ -143,7 +144,7 @@ def write(model: Any, task: Task, prompt: str, tokens: int, temperature: float, 
     if task.head != "causal-lm":
         raise ValueError(f"generate needs a causal language model; {task.name} trains a {task.head} head")
     if not prompt:
-        raise ValueError("--prompt is empty: give the model at least one character to continue")
+        raise ValueError(f"{argument('prompt')} is empty: give the model at least one character to continue")
     set_seed(seed)
     ids = task.encode(prompt)["input_ids"][None]  # (1, n)
     shown = task.decode(ids[0].tolist())

@@ -34,7 +34,8 @@ def start(
             continue
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < smallest:
             also = ", or None to keep all tokens" if label == "rollback" else ""
-            raise ValueError(f"{label} must be an integer ≥ {smallest}{also}, not {value!r}")
+            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{label} must be an integer ≥ {smallest}{also}, not {shown}")
     like = next((p for p in module.parameters() if p.is_floating_point()), None)
     device = device if device is not None else torch.device("cpu") if like is None else like.device
     dtype = dtype if dtype is not None else torch.get_default_dtype() if like is None else like.dtype
@@ -93,10 +94,11 @@ def extended(state: State, chunk: Chunk, buffers: Buffers) -> State:
     if tokens is not None:
         news = {"k": chunk.k} if chunk.q is chunk.k else {"q": chunk.q, "k": chunk.k, "v": chunk.v}
         tokens = appended(tokens, news, chunk, 0 if torch.compiler.is_compiling() else int(length.max()))
-    return State(
+    new = State(
         state.mechanism, state.memory, length, high, state.seed, state.rollback, state.dtype, heads, even, buffers,
         tokens,
     )  # fmt: skip
+    return new.sealed()
 
 
 def check_state(module: Attention, state: Any, x: Tensor) -> None:
@@ -105,6 +107,7 @@ def check_state(module: Attention, state: Any, x: Tensor) -> None:
         raise TypeError(
             f"state must be a State, as {module.name}.start(batch_size) gives it, not {type(state).__name__}"
         )
+    state.check_unused()
     if state.mechanism != module.name:
         raise ValueError(f"state belongs to {state.mechanism}, the mechanism is {module.name}")
     if state.batch_size != x.shape[0]:

@@ -90,7 +90,7 @@ class State:
         state.to(device)
 
     Without gradients `extend` writes into the buffers of the state it is given, so a state is used once,
-    `y, state = a.extend(…, state)`; `clone` keeps one for another continuation.
+    `y, state = a.extend(…, state)`; `clone` keeps one for another continuation. A second use raises.
     """
 
     mechanism: str
@@ -113,6 +113,35 @@ class State:
             low, high = (int(x) for x in self.length.aminmax())
             length = f"{low}" if low == high else f"{low} … {high}"
         return f"State({self.mechanism}, rows={self.batch_size}, length={length}, {show_bytes(self.nbytes)})"
+
+    def sealed(self, like: State | None = None) -> State:
+        """This state, remembering how often its buffers were written to so far, or what `like` remembers of the same
+        buffers. No field: a graph would be one for these numbers, and a copy has buffers of its own.
+        """
+        if not torch.compiler.is_compiling():
+            self.__dict__["_writes"] = self._written() if like is None else like.__dict__.get("_writes")
+        return self
+
+    def _written(self) -> list[int] | None:
+        own = (*self.buffers.values(), *(self.tokens or {}).values())
+        return (
+            None if any(x.is_inference() for x in own) else [x._version for x in own]
+        )  # inference mode does not count
+
+    def check_unused(self) -> None:
+        """Refuse a state whose buffers were written to by an `extend` since it was made."""
+        if torch.compiler.is_compiling():
+            return
+        before = self.__dict__.get("_writes")
+        if before is not None and before != self._written():
+            raise ValueError(
+                "state was used before: extend has written the tokens that followed it into its buffers. Go on with "
+                "the state that extend returned (y, state = a.extend(…, state)); for a second continuation, clone "
+                "the state before it is used"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_writes"}
 
     def part(self, memory: Memory, buffers: Buffers) -> State:
         """The same rows with some of the buffers, for a memory that is made of several."""
@@ -138,9 +167,11 @@ class State:
         return self.length if self.stale else self.memory.earliest(self).minimum(self.length)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> State:
+        self.check_unused()
         buffers = {name: change(x) for name, x in self.buffers.items()}
         tokens = None if self.tokens is None else {name: change(x) for name, x in self.tokens.items()}
-        return replace(self, length=change(self.length), high=change(self.high), buffers=buffers, tokens=tokens)
+        new = replace(self, length=change(self.length), high=change(self.high), buffers=buffers, tokens=tokens)
+        return new.sealed()
 
     def reorder(self, index: Tensor) -> State:
         """The rows `index` of this state, in that order; a row may stand there several times."""
@@ -175,11 +206,14 @@ class State:
                 f"{int(wanted[row])}; start(…, rollback={self.rollback}) says how many tokens can be taken back at "
                 "least, a greater rollback keeps more, and rollback=None keeps all tokens"
             )
-        if not bool(wanted.any()):
+        emptied = not bool(wanted.any())
+        if emptied:
             stale = False  # nothing is left to recompute
+        else:
+            self.check_unused()
         high = torch.where(wanted > 0, self.high, 0)
         even = min(self.even, length) if isinstance(length, int) and self.even is not None else None
-        return replace(self, length=wanted, high=high, even=even, stale=stale)
+        return replace(self, length=wanted, high=high, even=even, stale=stale).sealed(None if emptied else self)
 
     def _wanted(self, length: int | Tensor) -> Tensor:
         if isinstance(length, bool) or not isinstance(length, (int, Tensor)):
@@ -195,7 +229,8 @@ class State:
     def reserve(self, length: int) -> State:
         """With room for rows of `length` positions; before the first tokens there is nothing to make room in."""
         tokens = None if self.tokens is None else with_room(self.tokens, length)
-        return replace(self, buffers=self.memory.reserve(dict(self.buffers), length), tokens=tokens)
+        self.check_unused()
+        return replace(self, buffers=self.memory.reserve(dict(self.buffers), length), tokens=tokens).sealed()
 
     def clone(self) -> State:
         return self._each(torch.clone)
