@@ -286,10 +286,12 @@ def test_a_state_is_pickled_copied_and_moved():
     a, xs = of("longformer:window=8"), inputs(40)
     with torch.no_grad():
         _, state = in_chunks(a, [x[:, :, :39] for x in xs], (39,))
+        assert state.to("meta").device.type == "meta"
         want, _ = a.extend(*(x[:, :, 39:] for x in xs), state.clone())
         for twin in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state), state.to("cpu")):
             assert torch.equal(a.extend(*(x[:, :, 39:] for x in xs), twin)[0], want)
-    assert state.to("meta").device.type == "meta"
+    with pytest.raises(ValueError, match="state was used before"):
+        state.to("meta")  # the last twin had the same buffers
 
 
 def test_chunks_can_be_trained_on_with_what_came_before_cut_off():
