@@ -11,8 +11,9 @@ from subquad.kernels.clusters import cpu_attention
 from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge.cpu_program import program_of
+from subquad.kernels.parallel import FAST
 from subquad.kernels.pools import nodes, spans
-from subquad.kernels.vector_rows import add_row, exp_row, fill_row, gradient_row
+from subquad.kernels.vector_rows import absorb_columns, add_row, exp_row, fill_row, gradient_row
 from subquad.kernels.vectors import dot, largest, multiply, multiply_add, multiply_add_turned, scale_row, transpose
 from subquad.supports.binary import Logsparse
 from subquad.supports.builders import rows_to_keys
@@ -91,6 +92,33 @@ def test_rows_of_scores(kind):
     np.testing.assert_array_equal(a, 2 + 2 * b)
     a[5] = np.nan
     assert np.isnan(scores(s, ds, a, kind(0.5), kind(0.25), kind(3)))
+
+
+@numba.njit(fastmath=FAST, error_model="numpy")
+def row_sum(s, count):
+    """Compiled as the kernels are, whose sums may be taken in any order."""
+    return exp_row(s.dtype.type(4), s.ctypes.data, count)
+
+
+@numba.njit(fastmath=FAST, error_model="numpy")
+def column_sums(s, count, top, total, less):
+    absorb_columns(s[0], s.ctypes.data, len(top), count, top.ctypes.data, total.ctypes.data, less.ctypes.data)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_sum_does_not_depend_on_how_many_hidden_keys_follow(kind):
+    lanes = 32 // np.dtype(kind).itemsize
+    drawn = np.random.default_rng(0).standard_normal(32 * lanes).astype(kind)
+    for seen in range(1, 31):
+        found = []
+        for more in range(32 - seen):
+            s = drawn.copy()
+            s[seen * lanes :] = -np.inf
+            top, total, less = np.full(lanes, -np.inf, kind), np.zeros(lanes, kind), np.zeros(lanes, kind)
+            column_sums(s.copy(), seen + more, top, total, less)
+            found.append((row_sum(s, (seen + more) * lanes), *total))
+        for other in found[1:]:
+            np.testing.assert_array_equal(found[0], other)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

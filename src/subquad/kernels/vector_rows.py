@@ -14,30 +14,6 @@ from numba.extending import intrinsic
 from subquad.kernels.vectors import Emitter
 
 
-def _exp(e: Emitter, x: Any) -> Any:
-    """e^x for x <= 0, the polynomial of `parallel.exp` in a vector; float64 by the C library, entry by entry."""
-    b = e.builder
-    if e.size == 8:
-        one = b.module.declare_intrinsic("llvm.exp.f64", fnty=ir.FunctionType(e.entry, [e.entry]))
-        found = ir.Constant(e.vector, ir.Undefined)
-        for j, entry in enumerate(e.entries(x)):
-            found = b.insert_element(found, b.call(one, [entry]), ir.IntType(32)(j))
-        return found
-    floor = b.module.declare_intrinsic(f"llvm.floor.v{e.lanes}f32", fnty=ir.FunctionType(e.vector, [e.vector]))
-    small = b.fcmp_ordered("<", x, e.constant(-87.0))  # NaN is not small: it stays
-    y = b.select(small, e.constant(-87.0), x)
-    m = b.call(floor, [e.multiply_add(y, e.constant(1.44269504), e.constant(0.5))])
-    r = e.multiply_add(m, e.constant(-0.693359375), y)
-    r = e.multiply_add(m, e.constant(2.12194440e-4), r)
-    z = e.constant(1 / 5040)
-    for factor in (720, 120, 24, 6, 2, 1, 1):
-        z = e.multiply_add(z, r, e.constant(1 / factor))
-    whole = ir.VectorType(ir.IntType(32), e.lanes)
-    power = b.add(b.fptosi(m, whole), ir.Constant(whole, [127] * e.lanes))
-    power = b.shl(power, ir.Constant(whole, [23] * e.lanes))
-    return b.select(small, e.constant(0.0), b.fmul(z, b.bitcast(power, e.vector)))
-
-
 @intrinsic
 def exp_row(typingctx, base, a, count) -> Any:
     """a = exp(a - base), entries at most `base`; their sum."""
@@ -47,12 +23,12 @@ def exp_row(typingctx, base, a, count) -> Any:
         less, a, count = e.splat(arguments[0]), arguments[1], arguments[2]
 
         def step(j, sums):
-            weight = _exp(e, builder.fsub(e.load(e.place(a, j)), less))
+            weight = e.exponential(builder.fsub(e.load(e.place(a, j)), less))
             e.store(weight, e.place(a, j))
-            return [builder.fadd(sums[0], weight)]
+            return [e.add(sums[0], weight)]
 
         (total,) = e.loop(count, e.lanes, [e.constant(0.0)], step)
-        return e.reduced(total, builder.fadd)
+        return e.reduced(total, e.add)
 
     return base(base, types.intp, types.intp), emit
 
@@ -67,7 +43,7 @@ def gradient_row(typingctx, base, less, scale, s, ds, count) -> Any:
         s, ds, count = arguments[3:]
 
         def step(j, nothing):
-            weight = _exp(e, builder.fsub(e.load(e.place(s, j)), base_))
+            weight = e.exponential(builder.fsub(e.load(e.place(s, j)), base_))
             e.store(weight, e.place(s, j))
             change = builder.fsub(e.load(e.place(ds, j)), less_)
             e.store(builder.fmul(builder.fmul(weight, change), scale_), e.place(ds, j))
@@ -105,7 +81,7 @@ def absorb_columns(typingctx, kind, s, row_s, count, top, total, less) -> Any:
         def step(k, sums):
             weight = e.exponential(builder.fsub(e.load(row(k)), base))
             e.store(weight, row(k))
-            return [builder.fadd(sums[0], weight)]
+            return [e.add(sums[0], weight)]
 
         (here,) = e.loop(count, 1, [e.constant(0.0)], step)
         factor = e.exponential(builder.fsub(before, base))
