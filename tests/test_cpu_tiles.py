@@ -13,6 +13,7 @@ from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge.cpu_program import program_of
 from subquad.kernels.parallel import FAST
 from subquad.kernels.pools import nodes, spans
+from subquad.kernels.running_softmax import BAND
 from subquad.kernels.vector_rows import absorb_columns, add_row, exp_row, fill_row, gradient_row
 from subquad.kernels.vectors import dot, largest, multiply, multiply_add, multiply_add_turned, scale_row, transpose
 from subquad.supports.binary import Logsparse
@@ -163,7 +164,7 @@ def test_bands_have_every_pair_once(support, most):
         taken = np.zeros(rows, int)
         for at in phase:
             first, behind, place, down, count, fresh = program.bands[at]
-            assert count <= tiles.BAND
+            assert count <= BAND
             assert bool(fresh) == (number == 0)
             taken[place : place + count * down : down] += 1
             for piece in program.pieces[first:behind]:
@@ -243,9 +244,9 @@ def test_limits_say_what_the_mask_says():
 @numba.njit(error_model="numpy")
 def rules(row, limits, first_key, key_stride, first, last):
     """Do all queries see all keys, which keys may some query see, and the keys of the first query."""
-    tiles._mask_row(row, len(row), limits, first, first_key, key_stride)
-    everything = tiles._everything(limits, len(row), first_key, key_stride, first, last)
-    return everything, *tiles._seen(limits, first_key, key_stride, first, last)
+    tiles.mask_row(row, len(row), limits, first, first_key, key_stride)
+    everything = tiles.everything(limits, len(row), first_key, key_stride, first, last)
+    return everything, *tiles.seen(limits, first_key, key_stride, first, last)
 
 
 def test_rules_of_a_tile_say_what_the_limits_say():

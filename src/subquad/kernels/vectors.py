@@ -80,7 +80,7 @@ class Emitter:
         return [self.builder.extract_element(vector, ir.IntType(32)(j)) for j in range(self.lanes)]
 
     def exponential(self, x: Any) -> Any:
-        """e^x for x ≤ 0, entry by entry; 0 below e^-87 in float32. As `parallel.exp`, whose comments hold here: NaN stays."""
+        """e^x for x ≤ 0, entry by entry; 0 below e^-87 in float32. As `parallel.exp`, whose comments hold here."""
         builder = self.builder
         if self.size == 8:
             function = ir.FunctionType(self.vector, [self.vector])

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from subquad.kernels.clusters import cpu_tiles, tiles
 from subquad.kernels.clusters.layout import TIME, Layout
-from subquad.kernels.merge.cpu_tiles import BAND
+from subquad.kernels.matrices import fits
 from subquad.kernels.parallel import launch
-from subquad.kernels.vectors import BYTES
+from subquad.kernels.running_softmax import BAND
 
 
 def takes(q: Tensor, order: Tensor, dropout: float, chunk: int, avoid_self: bool) -> bool:
     """Whole clusters of one round, without dropout, and a type and width that there are vectors of."""
-    fits = q.dtype in (torch.float32, torch.float64) and q.shape[-1] * q.element_size() % BYTES == 0
-    return fits and order.dim() == 1 and not dropout and not chunk and not avoid_self
+    return fits(q) and order.dim() == 1 and not dropout and not chunk and not avoid_self
 
 
 class _Lists(NamedTuple):

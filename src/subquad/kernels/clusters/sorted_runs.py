@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.clusters import cpu_attention, tiles
+from subquad.kernels.matrices import ready
 from subquad.kernels.runs import cpu
-from subquad.kernels.runs.op import EVERYTHING, ready
+from subquad.kernels.runs.op import EVERYTHING
 
 ROWS = 72  # queries of a tile: three times the rows of a product
 

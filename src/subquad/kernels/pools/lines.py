@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.eager import Eager
+from subquad.kernels.matrices import fits, matrix, ready
 from subquad.kernels.parallel import inline
 from subquad.kernels.pools.max_rows import (
     gather_shares,
@@ -24,7 +25,6 @@ from subquad.kernels.pools.max_rows import (
     two_largest,
 )
 from subquad.kernels.vector_rows import add_row, fill_row
-from subquad.kernels.vectors import BYTES
 from subquad.kernels.workers import Workers, following, keep, queue
 
 WIDE = 8  # neighbouring columns that are walked together: their tokens stand side by side
@@ -34,8 +34,7 @@ X, OUT, GRAD, DX = 0, 4, 8, 12  # where a row of the table of matrices has what
 def takes(xs: Sequence[Tensor]) -> bool:
     """On a CPU, of a type and a width that has vectors?"""
     x = xs[0]
-    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    return fits and x.numel() > 0 and x.shape[3] * x.element_size() % BYTES == 0
+    return fits(x) and x.numel() > 0
 
 
 @torch.library.custom_op("subquad::line_max", mutates_args=(), device_types="cpu")
@@ -44,9 +43,9 @@ def line_max(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down
 
     `down`: along the columns, else along the rows; `running`: up to and including oneself, else all others.
     """
-    xs = [_ready(x) for x in xs]
+    xs = [ready(x) for x in xs]
     outs = [x.new_empty(*x.shape[:2], rows * cols, x.shape[3]) for x in xs]
-    table = [_matrix(x) + _matrix(out) for x, out in zip(xs, outs, strict=True)]
+    table = [matrix(x) + matrix(out) for x, out in zip(xs, outs, strict=True)]
     kernel = _running if running else _others
     kernel.run(*_about(xs, exists, rows, cols, down), np.array(table, dtype=np.int64))
     return outs
@@ -64,12 +63,12 @@ def _line_max_backward(
     running: bool,
 ) -> list[Tensor]:
     """The latest of those that have a running maximum is paid for it; of others those who are equal share."""
-    grads, xs = [_ready(g) for g in grads], [_ready(x) for x in xs]
+    grads, xs = [ready(g) for g in grads], [ready(x) for x in xs]
     changes = [x.new_empty(x.shape) for x in xs]
     for dx in changes:
         dx[:, :, rows * cols :] = 0  # in no line
     every = zip(xs, outs, grads, changes, strict=True)
-    table = [[number for x in four for number in _matrix(x)] for four in every]
+    table = [[number for x in four for number in matrix(x)] for four in every]
     kernel = _running_backward if running else _others_backward
     kernel.run(*_about(xs, exists, rows, cols, down), np.array(table, dtype=np.int64))
     return changes
@@ -110,15 +109,6 @@ _eager_backward = Eager(_line_max_backward, _line_max_backward._init_fn)
 # ---- arguments ----------------------------------------------------------------------------------------------
 
 
-def _ready(x: Tensor) -> Tensor:
-    """Features side by side."""
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
-def _matrix(x: Tensor) -> list[int]:
-    return [x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)]
-
-
 def _about(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool) -> tuple:
     """What every kernel is given first; `nobody` is the maximum of no one."""
     x = xs[0]
@@ -138,7 +128,7 @@ def _about(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: 
 
 
 @inline
-def _at(matrices, t, which, b, h, place, size):
+def address(matrices, t, which, b, h, place, size):
     """The address of a token."""
     m = matrices[t]
     return m[which] + (b * m[which + 1] + h * m[which + 2] + place * m[which + 3]) * size
@@ -174,8 +164,8 @@ def _running(worker, workers, arguments):
         for step in range(length):
             for w in range(many):
                 place, top = start + w * beside + step * apart, so_far.ctypes.data + w * width * size
-                x = _at(matrices, t, X, b, h, place, size) if _is_member(real, b, place, n) else top
-                running_row(nobody, top, x, _at(matrices, t, OUT, b, h, place, size), 0, 0, width)
+                x = address(matrices, t, X, b, h, place, size) if _is_member(real, b, place, n) else top
+                running_row(nobody, top, x, address(matrices, t, OUT, b, h, place, size), 0, 0, width)
     keep(so_far)
 
 
@@ -195,9 +185,9 @@ def _running_backward(worker, workers, arguments):
         for step in range(length - 1, -1, -1):
             for w in range(many):
                 place, owed = start + w * beside + step * apart, pending.ctypes.data + w * width * size
-                grad, dx = (_at(matrices, t, GRAD, b, h, place, size), _at(matrices, t, DX, b, h, place, size))
+                grad, dx = (address(matrices, t, GRAD, b, h, place, size), address(matrices, t, DX, b, h, place, size))
                 if _is_member(real, b, place, n):
-                    x, out = _at(matrices, t, X, b, h, place, size), _at(matrices, t, OUT, b, h, place, size)
+                    x, out = address(matrices, t, X, b, h, place, size), address(matrices, t, OUT, b, h, place, size)
                     running_gradient(one, owed, grad, x, out, dx, width)
                 else:
                     add_row(one, owed, grad, width)
@@ -213,7 +203,7 @@ def _find_largest(like, size, width, matrices, t, b, h, start, apart, length, re
     for step in range(length):
         place = start + step * apart
         if _is_member(real, b, place, n):
-            two_largest(like[0], tops, _at(matrices, t, X, b, h, place, size), 0, 0, 0, width)
+            two_largest(like[0], tops, address(matrices, t, X, b, h, place, size), 0, 0, 0, width)
 
 
 @Workers
@@ -233,8 +223,8 @@ def _others(worker, workers, arguments):
             for step in range(length):
                 place = first + step * apart
                 member = _is_member(real, b, place, n)
-                x = _at(matrices, t, X, b, h, place, size) if member else absent.ctypes.data
-                others_row(nobody, at, x, _at(matrices, t, OUT, b, h, place, size), 0, 0, width)
+                x = address(matrices, t, X, b, h, place, size) if member else absent.ctypes.data
+                others_row(nobody, at, x, address(matrices, t, OUT, b, h, place, size), 0, 0, width)
     keep(tops, absent)
 
 
@@ -257,14 +247,14 @@ def _others_backward(worker, workers, arguments):
             for step in range(length):
                 place = first + step * apart
                 member = _is_member(real, b, place, n)
-                x = _at(matrices, t, X, b, h, place, size) if member else absent.ctypes.data
-                gather_shares(zero, at, x, _at(matrices, t, GRAD, b, h, place, size), sums, 0, width)
+                x = address(matrices, t, X, b, h, place, size) if member else absent.ctypes.data
+                gather_shares(zero, at, x, address(matrices, t, GRAD, b, h, place, size), sums, 0, width)
             for step in range(length):
                 place = first + step * apart
                 if place < n:
-                    dx = _at(matrices, t, DX, b, h, place, size)
+                    dx = address(matrices, t, DX, b, h, place, size)
                     if _is_member(real, b, place, n):
-                        pay_shares(zero, at, _at(matrices, t, X, b, h, place, size), sums, dx, 0, width)
+                        pay_shares(zero, at, address(matrices, t, X, b, h, place, size), sums, dx, 0, width)
                     else:
                         fill_row(zero, dx, width)
     keep(tops, absent, shares)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.matrices import ready
 from subquad.kernels.runs import cpu, reference
 
 EVERYTHING = 1 << 40  # `last` of a run whose keys all queries see; its negative, `self` of one that hides nobody
@@ -44,11 +45,6 @@ def attend_runs(
     about = (list(runs.sources), list(runs.sizes), scale, runs.pairs)
     out, lse = attention(dense[0][0], *dense[1:], bias, runs.tiles, runs.spans, *about)
     return out.to(q.dtype), lse
-
-
-def ready(x: Tensor) -> Tensor:
-    """With the entries of a row side by side."""
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 @torch.library.custom_op("subquad::runs", mutates_args=())
