@@ -7,7 +7,8 @@ import torch
 
 import subquad
 from subquad.kernels import maxima
-from subquad.kernels.clusters import cpu_attention
+from subquad.kernels.clusters import cpu_route
+from subquad.kernels.clusters import tiles as plain
 from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge.cpu_program import program_of
@@ -273,26 +274,27 @@ def test_maxima_equal_plain_torch(shape, dim, ties):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = (2 * x).round() if ties else x
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x.requires_grad_()
     for backwards in (True, False):
-        top = maxima.running_max(x, dim, backwards)
-        assert torch.equal(top, maxima.running_max._init_fn(x, dim, backwards))
-        found = maxima.running_max_backward(grad, x, top, dim, backwards)
-        torch.testing.assert_close(found, maxima.running_max_backward._init_fn(grad, x, top, dim, backwards))
-    found, expected = maxima.others_max(x, dim), maxima.others_max._init_fn(x, dim)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    about = (grad, x, *found[1:], dim)
-    expected_gradient = maxima.others_max_backward._init_fn(*about)
-    torch.testing.assert_close(maxima.others_max_backward(*about), expected_gradient, equal_nan=True)
+        way = [dim] if backwards else []
+        found, expected = maxima.running_max(x, dim, backwards), x.flip(way).cummax(dim).values.flip(way)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(top, x, grad)[0] for top in (found, expected)))
+    hidden = torch.eye(shape[dim], dtype=torch.bool).view(-1, *[1] * dim, shape[dim], *[1] * (len(shape) - dim - 1))
+    each = x.masked_fill(hidden, -torch.inf).amax(dim + 1)  # (length, …): the maximum of all but one
+    found, expected = maxima.others_max(x, dim)[0], each.movedim(0, dim)
+    assert torch.equal(found, expected)
+    if not ties and shape[dim] > 1:
+        torch.testing.assert_close(*(torch.autograd.grad(top, x, grad)[0] for top in (found, expected)))
 
 
 def test_maxima_keep_nan():
     x = torch.randn(1, 1, 5, 2, 8)
     x[0, 0, 2, 1, 3] = torch.nan
     for backwards in (True, False):
-        top = maxima.running_max(x, 2, backwards)
-        torch.testing.assert_close(top, maxima.running_max._init_fn(x, 2, backwards), equal_nan=True)
-    for a, b in zip(maxima.others_max(x, 2), maxima.others_max._init_fn(x, 2), strict=True):
-        torch.testing.assert_close(a, b, equal_nan=True)
+        top = maxima.running_max(x, 2, backwards)[0, 0, :, 1, 3]
+        assert torch.equal(top.isnan(), torch.arange(5) <= 2 if backwards else torch.arange(5) >= 2)
+    assert maxima.others_max(x, 2)[0][0, 0, :, 1, 3].isnan().all()
 
 
 @pytest.mark.parametrize("is_max", [True, False])
@@ -336,7 +338,7 @@ def test_clusters_in_tiles_equal_plain_torch(name, causal, n, clusters, monkeypa
     found = []
     for route in (True, False):
         if not route:
-            monkeypatch.setattr(cpu_attention, "takes", lambda *about: False)
+            monkeypatch.setattr(cpu_route, "room", lambda *about: plain)
         x = [t.clone().requires_grad_() for t in (q, k, v)]
         out = a(*x, key_mask=mask)
         found.append([out, *torch.autograd.grad(out, x, g)])

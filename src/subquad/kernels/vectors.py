@@ -11,6 +11,7 @@ by side, and rows of results are a multiple of LANES long. `kind` is a number of
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Signature, signature
 from typing import Any
 
 from llvmlite import ir
@@ -251,44 +252,46 @@ def largest(typingctx, kind, a, count) -> Any:
     return kind(kind, types.intp, types.intp), emit
 
 
-@intrinsic
-def scale_row(typingctx, factor, a, b, count) -> Any:
-    """a = factor · b over rows of `count` entries, a multiple of the lanes."""
+def each_vector(body: Callable[..., None]) -> Any:
+    """An operation on rows of equal length, op(number, …, address, …, count), that goes on vector by vector.
 
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, factor)
-        by, a, b, count = arguments
-        by = e.splat(by)
+    body(e, number, …, address, …) emits it for one vector of every row, given its address; a number, the first of the
+    rows' type, is there as a vector of equal entries.
+    """
+
+    def emit(context, builder, kinds, arguments):
+        e = Emitter(context, builder, kinds.args[0])
+        numbers = [e.splat(x) for x, kind in zip(arguments, kinds.args, strict=True) if kind != types.intp]
+        *rows, count = arguments[len(numbers) :]
 
         def step(j, nothing):
-            e.store(builder.fmul(by, e.load(e.place(b, j))), e.place(a, j))
+            body(e, *numbers, *(e.place(row, j) for row in rows))
             return []
 
         e.loop(count, e.lanes, [], step)
         return context.get_dummy_value()
 
-    return types.void(factor, types.intp, types.intp, types.intp), emit
+    def operation(typingctx: Any, *kinds: Any) -> Any:
+        return types.void(*(x if isinstance(x, types.Float) else types.intp for x in kinds)), emit
+
+    context, *given = signature(body).parameters.values()
+    names = [context, *given, context.replace(name="count")]
+    operation.__signature__ = Signature(names)  # type: ignore[attr-defined]
+    return intrinsic(operation)
 
 
-@intrinsic
-def elu_row(typingctx, kind, a, count) -> Any:
-    """a = elu(a) + 1 over a row of `count` entries, a multiple of the lanes: e^a, or a + 1 where a is positive."""
+@each_vector
+def scale_row(e, factor, a, b):
+    """a = factor · b."""
+    e.store(e.builder.fmul(factor, e.load(b)), a)
 
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, kind)
-        _, a, count = arguments
-        zero = e.constant(0.0)
 
-        def step(j, nothing):
-            x = e.load(e.place(a, j))
-            low = builder.select(builder.fcmp_ordered("<", x, zero), x, zero)
-            e.store(builder.fadd(e.exponential(low), builder.fsub(x, low)), e.place(a, j))
-            return []
-
-        e.loop(count, e.lanes, [], step)
-        return context.get_dummy_value()
-
-    return types.void(kind, types.intp, types.intp), emit
+@each_vector
+def elu_row(e, kind, a):
+    """a = elu(a) + 1: e^a, or a + 1 where a is positive."""
+    x, zero, b = e.load(a), e.constant(0.0), e.builder
+    low = b.select(b.fcmp_ordered("<", x, zero), x, zero)
+    e.store(b.fadd(e.exponential(low), b.fsub(x, low)), a)
 
 
 def _store_turned(e: Emitter, rows: list[Any], b: Any, row_b: Any) -> None:

@@ -19,7 +19,6 @@ from subquad.kernels.vectors import BYTES, dot, multiply, multiply_add, multiply
 from subquad.kernels.workers import Workers, keep
 
 NEVER = 1 << 30
-FIRST_ROW, ROW_COUNT, FIRST_KEY, KEY_COUNT = range(4)  # of a tile
 
 
 @inline

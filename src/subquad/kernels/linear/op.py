@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.linear import chunks, cpu
 from subquad.kernels.linear.chunks import CHUNK
 from subquad.kernels.linear.cuda import room
@@ -96,12 +97,8 @@ def _gradient(ctx, grad, grad_den):
     return *sums_backward(grad, *ctx.saved_tensors, *ctx.about), None, None, None, None
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("kernel_sums has no second derivative")
-
-
 sums.register_autograd(_gradient, setup_context=_save)
-sums_backward.register_autograd(_no_second_derivative)
+sums_backward.register_autograd(no_second_derivative("kernel_sums"))
 
 
 # One multiply-add = 2. A forward multiplies b by v and the sum by a, causal also the pairs of a chunk twice.

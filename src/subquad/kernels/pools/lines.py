@@ -1,8 +1,8 @@
 """`line_max`: maxima along the lines of a grid, its rows or its columns, on a CPU.
 
-Of every token either the maximum up to and including itself, or that of all others on its line. One pass over memory
-(two over what is in the cache), wherever the tokens stand: nothing is cut, filled up or copied before. Padding is no
-member, and what has no member is 0.
+Of every token either the maximum up to and including itself, from either end, or that of all others on its line. One
+pass over memory (two over what is in the cache), wherever the tokens stand: nothing is cut, filled up or copied before.
+Padding is no member, and what has no member is 0.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.eager import Eager
 from subquad.kernels.matrices import fits, matrix, ready
 from subquad.kernels.parallel import inline
@@ -38,16 +39,19 @@ def takes(xs: Sequence[Tensor]) -> bool:
 
 
 @torch.library.custom_op("subquad::line_max", mutates_args=(), device_types="cpu")
-def line_max(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool, running: bool) -> list[Tensor]:
+def line_max(
+    xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool, running: bool, backwards: bool
+) -> list[Tensor]:
     """xs (B, H, n, d), exists bool (B, 1, n) → for each a tensor (B, H, rows·cols, d), places row by row.
 
-    `down`: along the columns, else along the rows; `running`: up to and including oneself, else all others.
+    `down`: along the columns, else along the rows; `running`: up to and including oneself (`backwards`: from oneself
+    on), else all others.
     """
     xs = [ready(x) for x in xs]
     outs = [x.new_empty(*x.shape[:2], rows * cols, x.shape[3]) for x in xs]
     table = [matrix(x) + matrix(out) for x, out in zip(xs, outs, strict=True)]
     kernel = _running if running else _others
-    kernel.run(*_about(xs, exists, rows, cols, down), np.array(table, dtype=np.int64))
+    kernel.run(*_about(xs, exists, rows, cols, down, backwards), np.array(table, dtype=np.int64))
     return outs
 
 
@@ -61,6 +65,7 @@ def _line_max_backward(
     cols: int,
     down: bool,
     running: bool,
+    backwards: bool,
 ) -> list[Tensor]:
     """The latest of those that have a running maximum is paid for it; of others those who are equal share."""
     grads, xs = [ready(g) for g in grads], [ready(x) for x in xs]
@@ -70,46 +75,46 @@ def _line_max_backward(
     every = zip(xs, outs, grads, changes, strict=True)
     table = [[number for x in four for number in matrix(x)] for four in every]
     kernel = _running_backward if running else _others_backward
-    kernel.run(*_about(xs, exists, rows, cols, down), np.array(table, dtype=np.int64))
+    kernel.run(*_about(xs, exists, rows, cols, down, backwards), np.array(table, dtype=np.int64))
     return changes
 
 
 @line_max.register_fake
-def _(xs, exists, rows, cols, down, running):
+def _(xs, exists, rows, cols, *about):
     return [x.new_empty(*x.shape[:2], rows * cols, x.shape[3]) for x in xs]
 
 
 @_line_max_backward.register_fake
-def _(grads, xs, outs, exists, rows, cols, down, running):
+def _(grads, xs, *about):
     return [x.new_empty(x.shape) for x in xs]
 
 
-def _save(ctx, inputs, output):
+def save(ctx, inputs, output):
+    """For operators (several tensors, which tokens exist, …) → several tensors, and so is `gradient_by`."""
     xs, exists, *ctx.about = inputs
     ctx.save_for_backward(exists, *xs, *output)
 
 
-def _gradient(ctx, grads):
-    exists, *rest = ctx.saved_tensors
-    xs, outs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    grads = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outs, strict=True)]
-    return _eager_backward(grads, xs, outs, exists, *ctx.about), *[None] * 5
+def gradient_by(backward):
+    def gradient(ctx, grads):
+        exists, *rest = ctx.saved_tensors
+        xs, outs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        grads = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outs, strict=True)]
+        return backward(grads, xs, outs, exists, *ctx.about), *[None] * (1 + len(ctx.about))
+
+    return gradient
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("line_max has no second derivative")
-
-
-line_max.register_autograd(_gradient, setup_context=_save)
-_line_max_backward.register_autograd(_no_second_derivative)
-eager_line_max = Eager(line_max, line_max._init_fn, _save, _gradient)
-_eager_backward = Eager(_line_max_backward, _line_max_backward._init_fn)
+_gradient = gradient_by(Eager(_line_max_backward, _line_max_backward._init_fn))
+line_max.register_autograd(_gradient, setup_context=save)
+_line_max_backward.register_autograd(no_second_derivative("line_max"))
+eager_line_max = Eager(line_max, line_max._init_fn, save, _gradient)
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------
 
 
-def _about(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool) -> tuple:
+def _about(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool, backwards: bool) -> tuple:
     """What every kernel is given first; `nobody` is the maximum of no one."""
     x = xs[0]
     like, real = np.zeros(1, x.numpy().dtype), np.zeros((1, 0), dtype=bool)
@@ -120,7 +125,7 @@ def _about(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: 
     packs = -(-lines // wide)
     tasks = len(xs) * len(x) * x.shape[1] * packs
     kind = (like, x.element_size(), x.shape[3], x.shape[1], x.shape[2])
-    shape = (packs, lines, 1 if down else cols, apart, length, wide)
+    shape = (packs, lines, 1 if down else cols, -apart if backwards else apart, length, wide)
     return (*kind, tasks, queue(), *shape, real, float(nobody))
 
 
@@ -160,6 +165,7 @@ def _running(worker, workers, arguments):
         if task >= tasks:
             break
         t, b, h, start, many = _pack(task, instances, heads, packs, lines, beside, wide)
+        start += max(0, -apart) * (length - 1)  # backwards: the end of the line
         fill_row(lowest, so_far.ctypes.data, wide * width)
         for step in range(length):
             for w in range(many):
@@ -181,6 +187,7 @@ def _running_backward(worker, workers, arguments):
         if task >= tasks:
             break
         t, b, h, start, many = _pack(task, instances, heads, packs, lines, beside, wide)
+        start += max(0, -apart) * (length - 1)  # backwards: the end of the line
         fill_row(zero, pending.ctypes.data, wide * width)
         for step in range(length - 1, -1, -1):
             for w in range(many):

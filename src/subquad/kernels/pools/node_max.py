@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.eager import Eager
 from subquad.kernels.matrices import matrix, ready
 from subquad.kernels.parallel import inline
-from subquad.kernels.pools.lines import DX, GRAD, OUT, X, address
+from subquad.kernels.pools.lines import DX, GRAD, OUT, X, address, gradient_by, save
 from subquad.kernels.pools.max_rows import larger_of, pay_half
 from subquad.kernels.vector_rows import add_row, fill_row
 from subquad.kernels.vectors import scale_row
@@ -52,26 +53,10 @@ def _(grads, xs, outs, exists):
     return [x.new_empty(x.shape) for x in xs]
 
 
-def _save(ctx, inputs, output):
-    xs, exists = inputs
-    ctx.save_for_backward(exists, *xs, *output)
-
-
-def _gradient(ctx, grads):
-    exists, *rest = ctx.saved_tensors
-    xs, outs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    grads = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outs, strict=True)]
-    return _eager_backward(grads, xs, outs, exists), None
-
-
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("node_max has no second derivative")
-
-
-node_max.register_autograd(_gradient, setup_context=_save)
-_node_max_backward.register_autograd(_no_second_derivative)
-eager_node_max = Eager(node_max, node_max._init_fn, _save, _gradient)
-_eager_backward = Eager(_node_max_backward, _node_max_backward._init_fn)
+_gradient = gradient_by(Eager(_node_max_backward, _node_max_backward._init_fn))
+node_max.register_autograd(_gradient, setup_context=save)
+_node_max_backward.register_autograd(no_second_derivative("node_max"))
+eager_node_max = Eager(node_max, node_max._init_fn, save, _gradient)
 
 
 def _about(xs: list[Tensor], exists: Tensor | None) -> tuple:
