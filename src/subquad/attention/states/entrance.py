@@ -73,7 +73,8 @@ def extend_tokens(
     chunk = chunk._replace(q=chunk.k)
     check_length(module, state, chunk)
     state = recomputed(module, state, project)
-    out, buffers = state.memory.extend(module, chunk, state, project)
+    memory: Any = state.memory  # that of such a mechanism projects the tokens
+    out, buffers = memory.extend(module, chunk, state, project)
     return moved_back(out, shift), extended(state, chunk, buffers)
 
 
