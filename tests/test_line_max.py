@@ -9,8 +9,8 @@ from subquad.kernels.pools.groups import group_pool, group_pools
 
 
 def tensors(n: int, dtype: torch.dtype, heads_inside: bool) -> list[torch.Tensor]:
-    """Two tensors (2, 3, n, 16) with many equal values."""
-    shape = (2, n, 3, 16) if heads_inside else (2, 3, n, 16)
+    """Two tensors (2, 3, n, 16), or of a width that is no multiple of a vector's, with many equal values."""
+    shape = (2, n, 3, 16) if heads_inside else (2, 3, n, 13)
     found = [torch.randn(shape, dtype=dtype).mul(3).round() for _ in range(2)]
     return [(x.transpose(1, 2) if heads_inside else x).requires_grad_() for x in found]
 

@@ -1,7 +1,7 @@
 """Maxima along a dimension: running ones, and those of all others.
 
 torch.cummax keeps indices and runs one element at a time on a CPU. Here whole slices are worked on, the same code on
-every device; where a CPU has vectors for the features, `pools.lines` takes one pass over memory.
+every device; on a CPU `pools.lines` takes one pass over memory.
 """
 
 from __future__ import annotations

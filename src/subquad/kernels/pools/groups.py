@@ -17,6 +17,7 @@ from subquad.kernels.pools import lines
 from subquad.kernels.pools.node_max import eager_node_max
 from subquad.kernels.pools.nodes import binary_nodes
 from subquad.kernels.pools.shapes import anyone, others, pooled, prefixes
+from subquad.kernels.vectors import BYTES
 from subquad.supports.grids import has_groups
 
 _ROWS = {"row": others(3), "left": prefixes(3), "right": prefixes(3, backwards=True)}
@@ -36,9 +37,13 @@ def group_pool(x: Tensor, exists: Tensor | None, pool: str, kind: str, c: int, c
 
 def group_pools(xs: Sequence[Tensor], exists: Tensor | None, pool: str, kind: str, c: int, causal: bool):
     """`group_pool` of several tensors: in one pass, where a CPU has a kernel for it."""
-    n = xs[0].shape[2]
+    n, width = xs[0].shape[2:]
     if pool != "max" or is_symbolic(n) or not lines.takes(xs):
         return [group_pool(x, exists, pool, kind, c, causal) for x in xs]
+    spare = -width % (BYTES // xs[0].element_size())
+    if spare:  # up to whole vectors
+        filled = [F.pad(x, (0, spare)) for x in xs]
+        return [y[..., :width] for y in group_pools(filled, exists, pool, kind, c, causal)]
     together = [[*xs]] if all(x.shape == xs[0].shape for x in xs) else [[x] for x in xs]
     if kind == "nodes":
         return [y for some in together for y in eager_node_max(some, exists)]

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels import devices
 from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.eager import Eager
-from subquad.kernels.matrices import fits, matrix, ready
+from subquad.kernels.matrices import matrix, ready
 from subquad.kernels.parallel import inline
 from subquad.kernels.pools.max_rows import (
     gather_shares,
@@ -33,9 +34,9 @@ X, OUT, GRAD, DX = 0, 4, 8, 12  # where a row of the table of matrices has what
 
 
 def takes(xs: Sequence[Tensor]) -> bool:
-    """On a CPU, of a type and a width that has vectors?"""
+    """On a CPU, of a type that has vectors?"""
     x = xs[0]
-    return fits(x) and x.numel() > 0
+    return devices.is_host(x) and x.dtype in (torch.float32, torch.float64) and x.numel() > 0
 
 
 @torch.library.custom_op("subquad::line_max", mutates_args=(), device_types="cpu")
