@@ -64,10 +64,10 @@ def _gather(vectors: int) -> Any:
     """out += Σ_b weight_b · y_b, the sums in registers."""
 
     @intrinsic
-    def gather(typingctx, kind, word, weights, out, y, row_y) -> Any:
+    def gather(typingctx, kind, word, weights, y, row_y, out) -> Any:
         def emit(context, builder, signature, arguments):
             e = Emitter(context, builder, kind)
-            _, word, weights, out, y, row_y = arguments
+            _, word, weights, y, row_y, out = arguments
             step, places = builder.mul(row_y, WORD(e.size)), [builder.add(out, WORD(j * BYTES)) for j in range(vectors)]
 
             def add(number, values):
@@ -113,27 +113,41 @@ def _scatter(vectors: int) -> Any:
     return scatter
 
 
-def _cascade(of: Callable[[int], Any]) -> Any:
-    """The same for rows of up to 8 vectors: own row, and the rows that a word picks."""
-    eight, four, two, one = map(of, (8, 4, 2, 1))
-
-    @inline
-    def cascade(kind, word, weights, own, picked, row, vectors):
-        at = 0
-        if vectors >= 8:
-            eight(kind, word, weights, own, picked, row)
-            at += 8
-        if vectors - at >= 4:
-            four(kind, word, weights, own + at * BYTES, picked + at * BYTES, row)
-            at += 4
-        if vectors - at >= 2:
-            two(kind, word, weights, own + at * BYTES, picked + at * BYTES, row)
-            at += 2
-        if vectors - at >= 1:
-            one(kind, word, weights, own + at * BYTES, picked + at * BYTES, row)
-
-    return cascade
+_gathers = tuple(_gather(vectors) for vectors in (8, 4, 2, 1))
+_scatters = tuple(_scatter(vectors) for vectors in (8, 4, 2, 1))
+_gather8, _gather4, _gather2, _gather1 = _gathers
+_scatter8, _scatter4, _scatter2, _scatter1 = _scatters
 
 
-gather_sum = _cascade(_gather)  # own += Σ over the set bits b of a word that is not 0 of weight_b · picked_b
-scatter_sum = _cascade(_scatter)  # picked_b += weight_b · own for the set bits b
+@inline
+def gather_sum(kind, word, weights, y, row_y, out, vectors):
+    """out += Σ over the set bits b of a word that is not 0 of weight_b · y_b: rows of up to 8 vectors."""
+    at = 0
+    if vectors >= 8:
+        _gather8(kind, word, weights, y, row_y, out)
+        at += 8
+    if vectors - at >= 4:
+        _gather4(kind, word, weights, y + at * BYTES, row_y, out + at * BYTES)
+        at += 4
+    if vectors - at >= 2:
+        _gather2(kind, word, weights, y + at * BYTES, row_y, out + at * BYTES)
+        at += 2
+    if vectors - at >= 1:
+        _gather1(kind, word, weights, y + at * BYTES, row_y, out + at * BYTES)
+
+
+@inline
+def scatter_sum(kind, word, weights, x, out, row_out, vectors):
+    """out_b += weight_b · x for the set bits b of a word that is not 0: rows of up to 8 vectors."""
+    at = 0
+    if vectors >= 8:
+        _scatter8(kind, word, weights, x, out, row_out)
+        at += 8
+    if vectors - at >= 4:
+        _scatter4(kind, word, weights, x + at * BYTES, out + at * BYTES, row_out)
+        at += 4
+    if vectors - at >= 2:
+        _scatter2(kind, word, weights, x + at * BYTES, out + at * BYTES, row_out)
+        at += 2
+    if vectors - at >= 1:
+        _scatter1(kind, word, weights, x + at * BYTES, out + at * BYTES, row_out)

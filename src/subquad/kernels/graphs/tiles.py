@@ -69,30 +69,40 @@ def _scores(x, across, words, starts, tile, scale, out):
             at[r] = e
 
 
-def _edge_sums(add):
-    """For the edges of a block, `add` with the row of a query, x_i, and those of the keys that it sees, y_j."""
-
-    @inline
-    def sums(weights, starts, words, x, y):
-        kind, size, (rows, width) = x.dtype.type(0), x.itemsize, x.shape
-        at, step = np.empty(rows, np.int64), VECTORS * BYTES // size
-        for first in range(0, width, step):
-            vectors = min(step, width - first) * size // BYTES
-            at[:] = starts[:rows]
-            for c in range(words.shape[1]):
-                keys = y.ctypes.data + (c * KEYS * width + first) * size
-                for r in range(rows):
-                    if words[r, c] != 0:
-                        own = weights.ctypes.data + at[r] * size
-                        row = x.ctypes.data + (r * width + first) * size
-                        add(kind, words[r, c], own, row, keys, width, vectors)
-                        at[r] += ones(words[r, c])
-
-    return sums
+@inline
+def _row_sums(weights, starts, words, y, out):
+    """out_i += Σ_e weights_e · y_j."""
+    kind, size, (rows, width) = out.dtype.type(0), out.itemsize, out.shape
+    at, step = np.empty(rows, np.int64), VECTORS * BYTES // size
+    for first in range(0, width, step):
+        vectors = min(step, width - first) * size // BYTES
+        at[:] = starts[:rows]
+        for c in range(words.shape[1]):
+            keys = y.ctypes.data + (c * KEYS * width + first) * size
+            for r in range(rows):
+                if words[r, c] != 0:
+                    own = weights.ctypes.data + at[r] * size
+                    row = out.ctypes.data + (r * width + first) * size
+                    gather_sum(kind, words[r, c], own, keys, width, row, vectors)
+                    at[r] += ones(words[r, c])
 
 
-_row_sums = _edge_sums(gather_sum)  # x_i += Σ_e weights_e · y_j
-_key_sums = _edge_sums(scatter_sum)  # y_j += Σ_e weights_e · x_i
+@inline
+def _key_sums(weights, starts, words, x, out):
+    """out_j += Σ_e weights_e · x_i."""
+    kind, size, (rows, width) = x.dtype.type(0), x.itemsize, x.shape
+    at, step = np.empty(rows, np.int64), VECTORS * BYTES // size
+    for first in range(0, width, step):
+        vectors = min(step, width - first) * size // BYTES
+        at[:] = starts[:rows]
+        for c in range(words.shape[1]):
+            keys = out.ctypes.data + (c * KEYS * width + first) * size
+            for r in range(rows):
+                if words[r, c] != 0:
+                    own = weights.ctypes.data + at[r] * size
+                    row = x.ctypes.data + (r * width + first) * size
+                    scatter_sum(kind, words[r, c], own, row, keys, width, vectors)
+                    at[r] += ones(words[r, c])
 
 
 @inline
@@ -125,7 +135,7 @@ def attention_kernel(worker, workers, arguments):
             softmax(row)
             multiply_by(row, _factors(edges[r], t, first + r, heads, drop, row))
         out[t, first:last] = 0
-        _row_sums(p, starts, edges, out[t, first:last], v[t])
+        _row_sums(p, starts, edges, v[t], out[t, first:last])
 
 
 @inline
@@ -174,10 +184,10 @@ def backward_kernel(worker, workers, arguments):
                 if mode and reach >= 0:
                     _without_pinned(given, edges[r], first + r, reach)
             dq[t, first:last] = 0
-            _row_sums(s, starts, edges, dq[t, first:last], k[t])
+            _row_sums(s, starts, edges, k[t], dq[t, first:last])
             _key_sums(s, starts, edges, x, dk[task])
             _key_sums(dp, starts, edges, g, dv[task])
             if mode:
                 dw[t, first:last] = 0
-                _row_sums(credit, starts, edges, dw[t, first:last], z[t])
+                _row_sums(credit, starts, edges, z[t], dw[t, first:last])
                 _key_sums(credit, starts, edges, w[t, first:last], dz[task])

@@ -27,14 +27,24 @@ from subquad.kernels.sampler.rules import Rules, refuse
 TABLE = 2**21  # entries of the search tables that are held at a time
 
 
-def sample(w, z, seed, key_mask, *about) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.sample`."""
-    rules = Rules(*about)
+def sample(
+    w: Tensor,
+    z: Tensor,
+    seed: Tensor,
+    key_mask: Tensor | None,
+    sampler: str,
+    causal: bool,
+    exploration: float,
+    reach: int,
+    crossover: float,
+    alike: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rules = Rules(sampler, causal, exploration, reach, crossover, alike)
     (batch, heads, n, _), m = w.shape, z.shape[2]
     real = torch.ones(batch, m, dtype=torch.bool) if key_mask is None else key_mask
     z = z if key_mask is None else z * real[:, None, :, None]
     x, y = (a.flatten(0, 1).contiguous() for a in (w, z))  # (B·H, n, k), (B·H, m, k)
-    keys = _Keys.of(real, heads, n, rules.causal)
+    keys = _Keys.of(real, heads, n, causal)
     plan = _Plan.of(x.numpy(), y.numpy(), keys, rules, int(seed))
     masked = plan.masked(keys, rules)
     degrees, mask = np.zeros((len(x), n), np.int64), np.empty(0, np.uint8)

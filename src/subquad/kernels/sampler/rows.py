@@ -312,18 +312,6 @@ def draw(chosen, places, where, expected: np.ndarray, degrees: np.ndarray, propo
     return out
 
 
-@_inline
-def _finish(marks, seen, i, end, reach, bits):
-    """The edges of row i, those within reach pinned, as bits; returns their number."""
-    for j in range(max(0, i - reach), min(end, i + reach + 1)):
-        marks[j] = seen[j]
-    pack(marks, bits)
-    count = np.int32(0)
-    for j in range(end):
-        count += np.int32(marks[j])
-    return count
-
-
 @_kernel
 def compare(p, flags, streams_, real, rank, where, bits, degrees):
     """Bernoulli(p) for a block of rows: p (g, rows, keys) → bits (g, rows, ⌈m / 8⌉), where flags (g, rows) says so."""
@@ -340,7 +328,13 @@ def compare(p, flags, streams_, real, rank, where, bits, degrees):
             marks = np.zeros(8 * bits.shape[2], np.uint8)
             for j in range(end):
                 marks[j] = seen[j] & (chance(a, b, place[j]) < row[j] + delta * (one - row[j]))
-            degrees[t, r] = _finish(marks, seen, i, end, reach, bits[t, r])
+            for j in range(max(0, i - reach), min(end, i + reach + 1)):
+                marks[j] = seen[j]
+            pack(marks, bits[t, r])
+            count = np.int32(0)
+            for j in range(end):
+                count += np.int32(marks[j])
+            degrees[t, r] = count
 
 
 @_kernel
@@ -356,7 +350,13 @@ def sieve(w, z, near, flags, streams_, real, rank, where, bits, degrees):
             marks, unsure = np.zeros(8 * bits.shape[2], np.uint8), np.zeros(8 * bits.shape[2], np.uint8)
             bounds = (along_w[t, i], apart_w[t, i], along_z[t], apart_z[t])
             _sift(w[t, i], z[t], bounds, seen, place, m, exploration, streams_[t, i], marks, unsure)
-            degrees[t, i] = _finish(marks, seen, i, m, reach, bits[t, i])
+            for j in range(max(0, i - reach), min(m, i + reach + 1)):
+                marks[j] = seen[j]
+            pack(marks, bits[t, i])
+            count = np.int32(0)
+            for j in range(m):
+                count += np.int32(marks[j])
+            degrees[t, i] = count
 
 
 @_kernel
