@@ -1,4 +1,4 @@
-"""Which device runs is the operators' business: nothing above `kernels` branches on it.
+"""Which device runs is the operators' business: nothing above `kernels` branches on it. No private name is shared.
 
 A mechanism, a layer or a model asks what it wants to know (`kernels.values.readable`: may the host look at this mask?)
 or calls an operator, which picks its kernel. What merely carries out a user's choice of a device, or measures one, may
@@ -65,6 +65,40 @@ def test_a_branch_on_a_device_is_found(code):
 @pytest.mark.parametrize("code", ["torch.autocast(q.device.type, enabled=False)", "x.to(y.device)", "task.type == 'a'"])
 def test_what_is_no_branch_is_left_alone(code):
     assert not list(branches(code))
+
+
+def private_names(code: str) -> Iterator[str]:
+    """Names with an underscore that code takes from other modules of the package, imported or as `module._name`."""
+    tree, modules = ast.parse(code), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "subquad":
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name.islower()}  # no classes
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) in modules:
+            yield ast.unparse(node)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def test_no_module_uses_a_private_name_of_another():
+    found = {str(path.relative_to(SOURCE)): [*private_names(path.read_text())] for path in SOURCE.rglob("*.py")}
+    found = {place: names for place, names in found.items() if names}
+    assert not found, f"give these names a public home, in a module named for what it holds: {found}"
+
+
+@pytest.mark.parametrize(
+    "code", ["from subquad.kernels.a import b, _c", "from subquad.kernels import a\na._b()", "from subquad import _a"]
+)
+def test_a_private_name_of_another_module_is_found(code):
+    assert list(private_names(code))
+
+
+@pytest.mark.parametrize("code", ["from torch import _C", "def _a(): pass\n_a()", "from subquad import a\na.__doc__"])
+def test_other_underscores_are_left_alone(code):
+    assert not list(private_names(code))
 
 
 def test_the_modules_that_may_look_exist():

@@ -7,12 +7,15 @@ import torch
 
 import subquad
 from subquad.kernels import maxima
-from subquad.kernels.clusters import cpu_attention
+from subquad.kernels.clusters import cpu_route
+from subquad.kernels.clusters import tiles as plain
 from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge.cpu_program import program_of
+from subquad.kernels.parallel import FAST
 from subquad.kernels.pools import nodes, spans
-from subquad.kernels.vector_rows import add_row, exp_row, fill_row, gradient_row
+from subquad.kernels.running_softmax import BAND
+from subquad.kernels.vector_rows import absorb_columns, add_row, exp_row, fill_row, gradient_row
 from subquad.kernels.vectors import dot, largest, multiply, multiply_add, multiply_add_turned, scale_row, transpose
 from subquad.supports.binary import Logsparse
 from subquad.supports.builders import rows_to_keys
@@ -93,6 +96,33 @@ def test_rows_of_scores(kind):
     assert np.isnan(scores(s, ds, a, kind(0.5), kind(0.25), kind(3)))
 
 
+@numba.njit(fastmath=FAST, error_model="numpy")
+def row_sum(s, count):
+    """Compiled as the kernels are, whose sums may be taken in any order."""
+    return exp_row(s.dtype.type(4), s.ctypes.data, count)
+
+
+@numba.njit(fastmath=FAST, error_model="numpy")
+def column_sums(s, count, top, total, less):
+    absorb_columns(s[0], s.ctypes.data, len(top), count, top.ctypes.data, total.ctypes.data, less.ctypes.data)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_sum_does_not_depend_on_how_many_hidden_keys_follow(kind):
+    lanes = 32 // np.dtype(kind).itemsize
+    drawn = np.random.default_rng(0).standard_normal(32 * lanes).astype(kind)
+    for seen in range(1, 31):
+        found = []
+        for more in range(32 - seen):
+            s = drawn.copy()
+            s[seen * lanes :] = -np.inf
+            top, total, less = np.full(lanes, -np.inf, kind), np.zeros(lanes, kind), np.zeros(lanes, kind)
+            column_sums(s.copy(), seen + more, top, total, less)
+            found.append((row_sum(s, (seen + more) * lanes), *total))
+        for other in found[1:]:
+            np.testing.assert_array_equal(found[0], other)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize(
     "spec",
@@ -135,7 +165,7 @@ def test_bands_have_every_pair_once(support, most):
         taken = np.zeros(rows, int)
         for at in phase:
             first, behind, place, down, count, fresh = program.bands[at]
-            assert count <= tiles.BAND
+            assert count <= BAND
             assert bool(fresh) == (number == 0)
             taken[place : place + count * down : down] += 1
             for piece in program.pieces[first:behind]:
@@ -215,9 +245,9 @@ def test_limits_say_what_the_mask_says():
 @numba.njit(error_model="numpy")
 def rules(row, limits, first_key, key_stride, first, last):
     """Do all queries see all keys, which keys may some query see, and the keys of the first query."""
-    tiles._mask_row(row, len(row), limits, first, first_key, key_stride)
-    everything = tiles._everything(limits, len(row), first_key, key_stride, first, last)
-    return everything, *tiles._seen(limits, first_key, key_stride, first, last)
+    tiles.mask_row(row, len(row), limits, first, first_key, key_stride)
+    everything = tiles.everything(limits, len(row), first_key, key_stride, first, last)
+    return everything, *tiles.seen(limits, first_key, key_stride, first, last)
 
 
 def test_rules_of_a_tile_say_what_the_limits_say():
@@ -244,26 +274,27 @@ def test_maxima_equal_plain_torch(shape, dim, ties):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = (2 * x).round() if ties else x
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x.requires_grad_()
     for backwards in (True, False):
-        top = maxima.running_max(x, dim, backwards)
-        assert torch.equal(top, maxima.running_max._init_fn(x, dim, backwards))
-        found = maxima.running_max_backward(grad, x, top, dim, backwards)
-        torch.testing.assert_close(found, maxima.running_max_backward._init_fn(grad, x, top, dim, backwards))
-    found, expected = maxima.others_max(x, dim), maxima.others_max._init_fn(x, dim)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    about = (grad, x, *found[1:], dim)
-    expected_gradient = maxima.others_max_backward._init_fn(*about)
-    torch.testing.assert_close(maxima.others_max_backward(*about), expected_gradient, equal_nan=True)
+        way = [dim] if backwards else []
+        found, expected = maxima.running_max(x, dim, backwards), x.flip(way).cummax(dim).values.flip(way)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(top, x, grad)[0] for top in (found, expected)))
+    hidden = torch.eye(shape[dim], dtype=torch.bool).view(-1, *[1] * dim, shape[dim], *[1] * (len(shape) - dim - 1))
+    each = x.masked_fill(hidden, -torch.inf).amax(dim + 1)  # (length, …): the maximum of all but one
+    found, expected = maxima.others_max(x, dim)[0], each.movedim(0, dim)
+    assert torch.equal(found, expected)
+    if not ties and shape[dim] > 1:
+        torch.testing.assert_close(*(torch.autograd.grad(top, x, grad)[0] for top in (found, expected)))
 
 
 def test_maxima_keep_nan():
     x = torch.randn(1, 1, 5, 2, 8)
     x[0, 0, 2, 1, 3] = torch.nan
     for backwards in (True, False):
-        top = maxima.running_max(x, 2, backwards)
-        torch.testing.assert_close(top, maxima.running_max._init_fn(x, 2, backwards), equal_nan=True)
-    for a, b in zip(maxima.others_max(x, 2), maxima.others_max._init_fn(x, 2), strict=True):
-        torch.testing.assert_close(a, b, equal_nan=True)
+        top = maxima.running_max(x, 2, backwards)[0, 0, :, 1, 3]
+        assert torch.equal(top.isnan(), torch.arange(5) <= 2 if backwards else torch.arange(5) >= 2)
+    assert maxima.others_max(x, 2)[0][0, 0, :, 1, 3].isnan().all()
 
 
 @pytest.mark.parametrize("is_max", [True, False])
@@ -307,7 +338,7 @@ def test_clusters_in_tiles_equal_plain_torch(name, causal, n, clusters, monkeypa
     found = []
     for route in (True, False):
         if not route:
-            monkeypatch.setattr(cpu_attention, "takes", lambda *about: False)
+            monkeypatch.setattr(cpu_route, "room", lambda *about: plain)
         x = [t.clone().requires_grad_() for t in (q, k, v)]
         out = a(*x, key_mask=mask)
         found.append([out, *torch.autograd.grad(out, x, g)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
 import shutil
+import struct
 import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +23,7 @@ from subquad.attention.base import Capabilities
 from subquad.attention.registry import available, for_length, mechanism, register, unregister
 from subquad.cli import app
 from subquad.explorer import costs, effective, grid, kept, page, patterns, trained
-from subquad.explorer.blobs import Blob, pack_bits, pack_cells, progressions, read_blob
+from subquad.explorer.blobs import Blob, pack_bits, pack_cells, progressions
 from subquad.plots import panels, tally
 from subquad.supports.pattern import csr_of_mask
 from subquad.tasks import task
@@ -34,6 +37,18 @@ ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
+
+
+def read_blob(text: str) -> list[bytes]:
+    """The chunks of a blob, as the page reads them."""
+    whole = zlib.decompress(base64.b64decode(text))
+    (count,) = struct.unpack_from("<I", whole)
+    lengths = struct.unpack_from(f"<{count}I", whole, 4)
+    chunks, at = [], 4 + 4 * count
+    for length in lengths:
+        chunks.append(whole[at : at + length])
+        at += length
+    return chunks
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -345,7 +345,7 @@ def test_operators_keep_torchs_rules():
     for kind, columns_ in (("nodes", 0), ("column", 4), ("right", 4)):
         opcheck(pool_op, q, torch.ones(2, 1, 9, dtype=torch.bool), "max", kind, columns_, True)
     opcheck(running_max, q, 2, False)
-    opcheck(_nodes, q, True)
+    opcheck(_nodes, q)
     opcheck(others_max, q, 2)
     opcheck(_mask, q, lengths, patterns.Star(w=2).text, [0], 9)
     both = AxialMixture(causal=True, cols=3, kinds=(("column",), ("row",))).text

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from subquad.attention.checks import check_inputs, checked_seed, unknown_argument
 from subquad.attention.registry import no_such_direction
-from subquad.attention.rows import Rows, clean, repeat_heads
+from subquad.attention.rows import Rows, clean, repeat_heads, weights_by_row
 from subquad.attention.states import entrance
 from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.replay import Replay
@@ -398,17 +398,7 @@ class Attention(nn.Module):
         call = self._call(Rows.of(key_mask, align=False), seed, q.shape[2])
         if key_mask is None or not self.positional:
             return self.define(q, k, call)
-        rows = []
-        for b, real in enumerate(key_mask):
-            places = real.nonzero()[:, 0]
-            weights = torch.zeros(*q.shape[1:3], k.shape[2], dtype=torch.promote_types(q.dtype, torch.float32))
-            weights = weights.to(q.device)
-            if len(places):
-                own = slice(int(places[0]), int(places[-1]) + 1)
-                one = self.define(q[b : b + 1, :, own], k[b : b + 1, :, own], call._replace(key_mask=real[None, own]))
-                weights[:, own, own] = one[0].to(weights)
-            rows.append(weights)
-        return torch.stack(rows)
+        return weights_by_row(lambda q, k, real: self.define(q, k, call._replace(key_mask=real)), q, k, key_mask)
 
 
 def draw_seed() -> Tensor:

@@ -95,10 +95,6 @@ class CombinerRouting(Routing):
         """For the theory: tokens dealt out to the clusters in turn. The real plan depends on q and k."""
         return partitions.Routing(causal=self.options.causal, dealt=self.clusters)
 
-    def support(self, n: int) -> Tensor:
-        full = torch.ones(n, n, dtype=torch.bool)
-        return full.tril() if self.options.causal else full
-
     def picture(self, n: int) -> Tensor:
         return self.support(n).int() * 2 - super().picture(n)
 

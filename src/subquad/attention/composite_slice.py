@@ -38,7 +38,7 @@ from subquad.attention.base import Attention, Call, Capabilities, Record
 from subquad.attention.checks import check_lengths, check_mask
 from subquad.attention.composite_slice_definition import Definition
 from subquad.attention.length_groups import length_groups, put_together
-from subquad.attention.rows import Rows
+from subquad.attention.rows import Rows, clean_tokens
 from subquad.attention.slicing import Composer, Tokens, each
 from subquad.attention.states import entrance
 from subquad.attention.states.slices import Slices
@@ -228,8 +228,8 @@ class CompositeSlice(Attention):
 
     def _composed(self, tokens: Tokens, project: Any, real: Tensor | None, call: Call) -> Tensor:
         """All scales of tokens (B, n, E); `real` bool (B, n): which exist."""
-        tokens = each(lambda x: _clean(x, real), tokens)
-        return _clean(self._composer(call).compose(tokens, project, real, 0), real)
+        tokens = each(lambda x: clean_tokens(x, real), tokens)
+        return clean_tokens(self._composer(call).compose(tokens, project, real, 0), real)
 
     def _composer(self, call: Call) -> Composer:
         if not is_symbolic(call.slots):
@@ -243,14 +243,8 @@ class CompositeSlice(Attention):
 
     def extend_tokens(self, query, project, state, key_mask=None):
         self._check(query, query, query, key_mask)
-        entrance.check_state(self, state, query)
-        x = query[:, None]  # (B, 1, t, E)
-        chunk, shift = entrance.arranged(state, (x, x, x), key_mask)
-        chunk = chunk._replace(q=chunk.k)  # a token is all three
-        entrance.check_length(self, state, chunk)
-        state = entrance.recomputed(self, state, project)
-        out, buffers = state.memory.extend(self, chunk, state, project)
-        return entrance.moved_back(out, shift)[:, 0], entrance.extended(state, chunk, buffers)
+        out, state = entrance.extend_tokens(self, query, state, key_mask, project)
+        return out[:, 0], state
 
     def make_memory(self, margin: int) -> Memory:
         return Slices(self.options, margin)
@@ -320,7 +314,7 @@ class CompositeSlice(Attention):
             out, seen = torch.zeros_like(query[b]), {}
             if len(places):
                 own = slice(int(places[0]), int(places[-1]) + 1)
-                one = [_clean(x[b : b + 1, own], mask[None, own]) for x in (query, key, value)]
+                one = [clean_tokens(x[b : b + 1, own], mask[None, own]) for x in (query, key, value)]
                 piece = Definition(self, seen).compose(one, project, mask[None, own], 0)
                 out = out.index_copy(0, torch.arange(own.start, own.stop, device=out.device), piece[0])
             rows.append(out.masked_fill(~mask[:, None], 0))
@@ -355,8 +349,3 @@ class CompositeSlice(Attention):
         first = i // o.slice_length * o.slice_length
         near = (j >= first - o.reach) & (j < first + o.slice_length + o.reach)
         return self.support(n) * torch.where(near, 1, 2)
-
-
-def _clean(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Tokens (B, n, E); whatever stands in padded slots becomes 0."""
-    return x if key_mask is None else x.masked_fill(~key_mask[..., None], 0)

@@ -21,8 +21,9 @@ from torch import Tensor
 from subquad.attention.base import Call, Capabilities
 from subquad.attention.full import drop_keys
 from subquad.attention.linear import refuse_scale
-from subquad.attention.outputs import OutputAttention, as_queries_are, within_rows
+from subquad.attention.outputs import OutputAttention, within_rows
 from subquad.kernels.fourier import fourier_mix
+from subquad.kernels.values import as_queries_are
 
 
 class FNet(OutputAttention):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention, Call, Capabilities, Record
 from subquad.attention.checks import check_lengths, check_mask
 from subquad.attention.full import drop_keys
-from subquad.attention.rows import Rows, repeat_heads
+from subquad.attention.rows import Rows, clean_tokens, real_spans, repeat_heads
 from subquad.attention.states import entrance
 from subquad.attention.states.compressed import Compressed
 from subquad.attention.states.state import Buffers, Memory
@@ -136,7 +136,7 @@ class HCA(Attention):
     def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False):
         self._check(query, key, key_mask)
         rows = Rows.of(key_mask, align=True)
-        x, y = (_clean(rows.align(t[:, None])[:, 0], rows.key_mask) for t in (query, key))  # (B, n, E)
+        x, y = (clean_tokens(rows.align(t[:, None])[:, 0], rows.key_mask) for t in (query, key))  # (B, n, E)
         out = self._attend(x, y, project, self._call(rows, seed, query.shape[1]))
         return rows.restore(out).transpose(1, 2).flatten(2), Record()
 
@@ -193,15 +193,8 @@ class HCA(Attention):
 
     def extend_tokens(self, query, project, state, key_mask=None):
         self._check(query, query, key_mask)
-        entrance.check_state(self, state, query)
-        x = query[:, None]  # (B, 1, t, E)
-        chunk, shift = entrance.arranged(state, (x, x, x), key_mask)
-        chunk = chunk._replace(q=chunk.k)  # a token is all three
-        entrance.check_length(self, state, chunk)
-        state = entrance.recomputed(self, state, project)
-        out, buffers = state.memory.extend(self, chunk, state, project)  # (B, H, t, d)
-        out = entrance.moved_back(out, shift).transpose(1, 2).flatten(2)
-        return out, entrance.extended(state, chunk, buffers)
+        out, state = entrance.extend_tokens(self, query, state, key_mask, project)  # (B, H, t, d)
+        return out.transpose(1, 2).flatten(2), state
 
     def extend(self, q, k, v, state, *, key_mask=None):
         return self.attend(q, k, v, None)  # raises, and says who can
@@ -249,16 +242,11 @@ class HCA(Attention):
         """The oracle: every row from its first real token to its last, token by token, with one dense softmax."""
         self._check(query, key, key_mask)
         real = torch.ones_like(query[..., 0], dtype=torch.bool) if key_mask is None else key_mask
-        outs = []
-        for b, mask in enumerate(real):
-            places, out = mask.nonzero()[:, 0], query.new_zeros(query.shape[1], self.width)
-            if len(places):
-                own = slice(int(places[0]), int(places[-1]) + 1)
-                x, y = (_clean(t[b : b + 1, own], mask[None, own]) for t in (query, key))
-                piece = self._define(x, y, project, mask[own])
-                out = out.index_copy(0, torch.arange(own.start, own.stop, device=out.device), piece.to(out.dtype))
-            outs.append(out)
-        return torch.stack(outs)
+        found = query.new_zeros(*query.shape[:2], self.width)
+        for b, own in real_spans(real):
+            x, y = (clean_tokens(t[b : b + 1, own], real[b : b + 1, own]) for t in (query, key))
+            found[b, own] = self._define(x, y, project, real[b, own]).to(found.dtype)
+        return found
 
     def _define(self, x: Tensor, y: Tensor, project: Any, real: Tensor) -> Tensor:
         """One row, tokens (1, n, E) → (n, H·d)."""
@@ -344,8 +332,3 @@ def rotate(x: Tensor, place: Tensor, options: Any) -> Tensor:
 def _later(x: Tensor) -> Tensor:
     """Blocks (B, m, …) one place later; nothing (0, False) at the first place."""
     return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
-
-
-def _clean(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Tokens (B, n, E); whatever stands in padded slots becomes 0."""
-    return x if key_mask is None else x.masked_fill(~key_mask[..., None], 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subquad.attention.base import Attention, Call, Capabilities
 from subquad.attention.checks import check_inputs
-from subquad.attention.rows import Rows, clean, repeat_heads
+from subquad.attention.rows import Rows, clean, real_spans, repeat_heads
 from subquad.kernels.values import cut_rows
 
 
@@ -36,22 +36,13 @@ class OutputAttention(Attention):
         call = self._call(Rows.of(key_mask, align=False), seed, q.shape[2])._replace(lengths=None)
         if key_mask is None or not self.positional:
             return self.define_output(q, k, v, call).to(kind)
-        rows = []
-        for b, real in enumerate(key_mask):
-            places, out = real.nonzero()[:, 0], torch.zeros_like(q[b])
-            if len(places):
-                own = slice(int(places[0]), int(places[-1]) + 1)
-                x, y, z = (t[b : b + 1, :, own] for t in (q, k, v))
-                out[:, own] = self.define_output(x, y, z, call._replace(key_mask=real[None, own]))[0]
-            rows.append(out)
-        return torch.stack(rows).to(kind)
+        out = torch.zeros_like(q)
+        for b, own in real_spans(key_mask):
+            x, y, z = (t[b : b + 1, :, own] for t in (q, k, v))
+            out[b, :, own] = self.define_output(x, y, z, call._replace(key_mask=key_mask[b : b + 1, own]))[0]
+        return out.to(kind)
 
 
 def within_rows(out: Tensor, call: Call) -> Tensor:
     """0 behind the end of a row, (B, H, n, d)."""
     return cut_rows(out, call.lengths)
-
-
-def as_queries_are(out: Tensor, q: Tensor) -> Tensor:
-    """NaN where a query is NaN, for mechanisms that do not look at the queries."""
-    return out.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -70,3 +71,28 @@ def clean(q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None):
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """(B, H/g, m, d) → (B, H, m, d): each key head g times in a row."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def clean_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Tokens (B, n, E); whatever stands in padded slots becomes 0."""
+    return x if key_mask is None else x.masked_fill(~key_mask[..., None], 0)
+
+
+def real_spans(key_mask: Tensor) -> Iterator[tuple[int, slice]]:
+    """The rows that have a real token, each with its slots from the first one to the last."""
+    for b, real in enumerate(key_mask):
+        places = real.nonzero()[:, 0]
+        if len(places):
+            yield b, slice(int(places[0]), int(places[-1]) + 1)
+
+
+def weights_by_row(
+    define: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, key_mask: Tensor
+) -> Tensor:
+    """The weights (B, H, n, m) that `define` gives a row at a time, each from its first real token to its last."""
+    work = torch.promote_types(q.dtype, torch.float32)
+    found = torch.zeros(*q.shape[:3], k.shape[2], dtype=work, device=q.device)
+    for b, own in real_spans(key_mask):
+        one = define(q[b : b + 1, :, own], k[b : b + 1, :, own], key_mask[b : b + 1, own])
+        found[b, :, own, own] = one[0].to(work)
+    return found

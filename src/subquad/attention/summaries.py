@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Call, Rows
 from subquad.attention.checks import check_inputs
+from subquad.attention.rows import real_spans
 from subquad.core.numbers import is_symbolic, length_of
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members
@@ -265,12 +266,9 @@ def attend_projected(module: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, ca
 def define_projected(module: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
     """The definition, group by group and a row of the batch at a time: (B, H, n, d)."""
     out = torch.zeros_like(v)
-    for b in range(q.shape[0]):
-        real = torch.ones(q.shape[2], dtype=torch.bool) if key_mask is None else key_mask[b]
-        if not real.any():
-            continue
-        places = real.nonzero()[:, 0]
-        own = slice(int(places[0]), int(places[-1]) + 1)
+    everyone = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+    for b, own in real_spans(everyone):
+        real = everyone[b]
         call = Call(real[None, own], None, None, 0.0, False, q.shape[2])
         terms = module.terms(q[b : b + 1, :, own], k[b : b + 1, :, own], call)
         values, n = v[b : b + 1, :, own].masked_fill(~real[None, None, own, None], 0), len(real[own])

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention, Call, Capabilities
 from subquad.attention.full import drop
 from subquad.attention.linear import refuse_scale
-from subquad.attention.outputs import as_queries_are, within_rows
+from subquad.attention.outputs import within_rows
 from subquad.attention.rows import repeat_heads
 from subquad.attention.states.chosen import past
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Memory
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
+from subquad.kernels.values import as_queries_are
 from subquad.supports.kept import EVERYTHING
 
 

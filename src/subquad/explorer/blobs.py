@@ -35,18 +35,6 @@ class Blob:
         return base64.b64encode(zlib.compress(whole, 9)).decode()
 
 
-def read_blob(text: str) -> list[bytes]:
-    """The chunks of a blob, as the page reads them."""
-    whole = zlib.decompress(base64.b64decode(text))
-    (count,) = struct.unpack_from("<I", whole)
-    lengths = struct.unpack_from(f"<{count}I", whole, 4)
-    chunks, at = [], 4 + 4 * count
-    for length in lengths:
-        chunks.append(whole[at : at + length])
-        at += length
-    return chunks
-
-
 def pack_cells(cells: np.ndarray) -> bytes:
     """Values 0 … 3, four to a byte, the first in the lowest bits."""
     flat = cells.astype(np.uint8).ravel()

@@ -16,7 +16,6 @@ from numba.extending import intrinsic
 from subquad.kernels.parallel import inline
 from subquad.kernels.vectors import BYTES, WORD, Emitter
 
-VECTORS = 8  # of a row that are handled together: half of the 16 registers of AVX2
 AHEAD = 16  # rows: fewer come too late from behind the second-level cache, more do not fit the first
 LINE = 64  # bytes
 CACHE = 2**18  # bytes: larger arrays are asked for ahead

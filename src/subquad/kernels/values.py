@@ -29,3 +29,8 @@ def cut_rows(out: Tensor, lengths: Tensor | None) -> Tensor:
         return out
     inside = torch.arange(out.shape[2], device=out.device) < lengths[:, None]  # (B, n)
     return out.masked_fill(~inside[:, None, :, None], 0)
+
+
+def as_queries_are(out: Tensor, q: Tensor) -> Tensor:
+    """NaN where a query is NaN, for what does not look at the queries; torch's fused kernel may give 0 for one."""
+    return out.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan)

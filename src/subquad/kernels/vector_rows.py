@@ -11,31 +11,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from subquad.kernels.vectors import Emitter
-
-
-def _exp(e: Emitter, x: Any) -> Any:
-    """e^x for x <= 0, the polynomial of `parallel.exp` in a vector; float64 by the C library, entry by entry."""
-    b = e.builder
-    if e.size == 8:
-        one = b.module.declare_intrinsic("llvm.exp.f64", fnty=ir.FunctionType(e.entry, [e.entry]))
-        found = ir.Constant(e.vector, ir.Undefined)
-        for j, entry in enumerate(e.entries(x)):
-            found = b.insert_element(found, b.call(one, [entry]), ir.IntType(32)(j))
-        return found
-    floor = b.module.declare_intrinsic(f"llvm.floor.v{e.lanes}f32", fnty=ir.FunctionType(e.vector, [e.vector]))
-    small = b.fcmp_ordered("<", x, e.constant(-87.0))  # NaN is not small: it stays
-    y = b.select(small, e.constant(-87.0), x)
-    m = b.call(floor, [e.multiply_add(y, e.constant(1.44269504), e.constant(0.5))])
-    r = e.multiply_add(m, e.constant(-0.693359375), y)
-    r = e.multiply_add(m, e.constant(2.12194440e-4), r)
-    z = e.constant(1 / 5040)
-    for factor in (720, 120, 24, 6, 2, 1, 1):
-        z = e.multiply_add(z, r, e.constant(1 / factor))
-    whole = ir.VectorType(ir.IntType(32), e.lanes)
-    power = b.add(b.fptosi(m, whole), ir.Constant(whole, [127] * e.lanes))
-    power = b.shl(power, ir.Constant(whole, [23] * e.lanes))
-    return b.select(small, e.constant(0.0), b.fmul(z, b.bitcast(power, e.vector)))
+from subquad.kernels.vectors import Emitter, each_vector
 
 
 @intrinsic
@@ -47,36 +23,23 @@ def exp_row(typingctx, base, a, count) -> Any:
         less, a, count = e.splat(arguments[0]), arguments[1], arguments[2]
 
         def step(j, sums):
-            weight = _exp(e, builder.fsub(e.load(e.place(a, j)), less))
+            weight = e.exponential(builder.fsub(e.load(e.place(a, j)), less))
             e.store(weight, e.place(a, j))
-            return [builder.fadd(sums[0], weight)]
+            return [e.add(sums[0], weight)]
 
         (total,) = e.loop(count, e.lanes, [e.constant(0.0)], step)
-        return e.reduced(total, builder.fadd)
+        return e.reduced(total, e.add)
 
     return base(base, types.intp, types.intp), emit
 
 
-@intrinsic
-def gradient_row(typingctx, base, less, scale, s, ds, count) -> Any:
+@each_vector
+def gradient_row(e, base, less, scale, s, ds):
     """s = exp(s - base), the weights; ds = s·(ds - less)·scale, the gradients of the scores."""
-
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, base)
-        base_, less_, scale_ = (e.splat(x) for x in arguments[:3])
-        s, ds, count = arguments[3:]
-
-        def step(j, nothing):
-            weight = _exp(e, builder.fsub(e.load(e.place(s, j)), base_))
-            e.store(weight, e.place(s, j))
-            change = builder.fsub(e.load(e.place(ds, j)), less_)
-            e.store(builder.fmul(builder.fmul(weight, change), scale_), e.place(ds, j))
-            return []
-
-        e.loop(count, e.lanes, [], step)
-        return context.get_dummy_value()
-
-    return types.void(base, base, base, types.intp, types.intp, types.intp), emit
+    weight = e.exponential(e.builder.fsub(e.load(s), base))
+    e.store(weight, s)
+    change = e.builder.fsub(e.load(ds), less)
+    e.store(e.builder.fmul(e.builder.fmul(weight, change), scale), ds)
 
 
 @intrinsic
@@ -105,7 +68,7 @@ def absorb_columns(typingctx, kind, s, row_s, count, top, total, less) -> Any:
         def step(k, sums):
             weight = e.exponential(builder.fsub(e.load(row(k)), base))
             e.store(weight, row(k))
-            return [builder.fadd(sums[0], weight)]
+            return [e.add(sums[0], weight)]
 
         (here,) = e.loop(count, 1, [e.constant(0.0)], step)
         factor = e.exponential(builder.fsub(before, base))
@@ -117,81 +80,32 @@ def absorb_columns(typingctx, kind, s, row_s, count, top, total, less) -> Any:
     return types.void(kind, *[types.intp] * 6), emit
 
 
-@intrinsic
-def gradient_across(typingctx, kind, s, ds, base, less, count) -> Any:
+@each_vector
+def gradient_across(e, kind, s, ds, base, less):
     """As `gradient_row`, unscaled, where every entry has a base and a `less` of its own."""
-
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, kind)
-        _, s, ds, base, less, count = arguments
-
-        def step(j, nothing):
-            weight = e.exponential(builder.fsub(e.load(e.place(s, j)), e.load(e.place(base, j))))
-            e.store(weight, e.place(s, j))
-            change = builder.fsub(e.load(e.place(ds, j)), e.load(e.place(less, j)))
-            e.store(builder.fmul(weight, change), e.place(ds, j))
-            return []
-
-        e.loop(count, e.lanes, [], step)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[types.intp] * 5), emit
+    weight = e.exponential(e.builder.fsub(e.load(s), e.load(base)))
+    e.store(weight, s)
+    e.store(e.builder.fmul(weight, e.builder.fsub(e.load(ds), e.load(less))), ds)
 
 
-@intrinsic
-def add_row(typingctx, factor, a, b, count) -> Any:
+@each_vector
+def add_row(e, factor, a, b):
     """a += factor · b."""
-
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, factor)
-        by, a, b, count = e.splat(arguments[0]), *arguments[1:]
-
-        def step(j, nothing):
-            e.store(e.multiply_add(by, e.load(e.place(b, j)), e.load(e.place(a, j))), e.place(a, j))
-            return []
-
-        e.loop(count, e.lanes, [], step)
-        return context.get_dummy_value()
-
-    return types.void(factor, types.intp, types.intp, types.intp), emit
+    e.store(e.multiply_add(factor, e.load(b), e.load(a)), a)
 
 
-@intrinsic
-def larger_row(typingctx, kind, a, b, count) -> Any:
+@each_vector
+def larger_row(e, kind, a, b):
     """a = max(a, b), NaN where one of them is."""
-
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, kind)
-        _, a, b, count = arguments
-
-        def step(j, nothing):
-            x, y = e.load(e.place(a, j)), e.load(e.place(b, j))
-            wins = builder.or_(builder.fcmp_ordered(">", x, y), builder.fcmp_unordered("uno", x, x))
-            e.store(builder.select(wins, x, y), e.place(a, j))
-            return []
-
-        e.loop(count, e.lanes, [], step)
-        return context.get_dummy_value()
-
-    return types.void(kind, types.intp, types.intp, types.intp), emit
+    x, y = e.load(a), e.load(b)
+    wins = e.builder.or_(e.builder.fcmp_ordered(">", x, y), e.builder.fcmp_unordered("uno", x, x))
+    e.store(e.builder.select(wins, x, y), a)
 
 
-@intrinsic
-def fill_row(typingctx, value, a, count) -> Any:
+@each_vector
+def fill_row(e, value, a):
     """a = value."""
-
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, value)
-        value_, a, count = e.splat(arguments[0]), *arguments[1:]
-
-        def step(j, nothing):
-            e.store(value_, e.place(a, j))
-            return []
-
-        e.loop(count, e.lanes, [], step)
-        return context.get_dummy_value()
-
-    return types.void(value, types.intp, types.intp), emit
+    e.store(value, a)
 
 
 @intrinsic

@@ -11,6 +11,7 @@ by side, and rows of results are a multiple of LANES long. `kind` is a number of
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Signature, signature
 from typing import Any
 
 from llvmlite import ir
@@ -49,6 +50,11 @@ class Emitter:
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         return self.builder.call(self._multiply_add, [a, b, c])
+
+    def add(self, a: Any, b: Any) -> Any:
+        """a + b, where it stands: a loop that adds is not unrolled to several sums, so that further terms of 0 change
+        nothing. (A flag of its own keeps the instruction from being given those of FAST.)"""
+        return self.builder.fadd(a, b, flags=["nsz"])
 
     def splat(self, value: Any) -> Any:
         """A vector of equal entries."""
@@ -222,7 +228,7 @@ def dot(typingctx, kind, a, b, count) -> Any:
             return [e.multiply_add(e.load(e.place(a, j)), e.load(e.place(b, j)), sums[0])]
 
         (total,) = e.loop(count, e.lanes, [e.constant(0.0)], step)
-        return e.reduced(total, builder.fadd)
+        return e.reduced(total, e.add)
 
     return kind(kind, types.intp, types.intp, types.intp), emit
 
@@ -246,66 +252,46 @@ def largest(typingctx, kind, a, count) -> Any:
     return kind(kind, types.intp, types.intp), emit
 
 
-@intrinsic
-def scale_row(typingctx, factor, a, b, count) -> Any:
-    """a = factor · b over rows of `count` entries, a multiple of the lanes."""
+def each_vector(body: Callable[..., None]) -> Any:
+    """An operation on rows of equal length, op(number, …, address, …, count), that goes on vector by vector.
 
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, factor)
-        by, a, b, count = arguments
-        by = e.splat(by)
+    body(e, number, …, address, …) emits it for one vector of every row, given its address; a number, the first of the
+    rows' type, is there as a vector of equal entries.
+    """
+
+    def emit(context, builder, kinds, arguments):
+        e = Emitter(context, builder, kinds.args[0])
+        numbers = [e.splat(x) for x, kind in zip(arguments, kinds.args, strict=True) if kind != types.intp]
+        *rows, count = arguments[len(numbers) :]
 
         def step(j, nothing):
-            e.store(builder.fmul(by, e.load(e.place(b, j))), e.place(a, j))
+            body(e, *numbers, *(e.place(row, j) for row in rows))
             return []
 
         e.loop(count, e.lanes, [], step)
         return context.get_dummy_value()
 
-    return types.void(factor, types.intp, types.intp, types.intp), emit
+    def operation(typingctx: Any, *kinds: Any) -> Any:
+        return types.void(*(x if isinstance(x, types.Float) else types.intp for x in kinds)), emit
+
+    context, *given = signature(body).parameters.values()
+    names = [context, *given, context.replace(name="count")]
+    operation.__signature__ = Signature(names)  # type: ignore[attr-defined]
+    return intrinsic(operation)
 
 
-@intrinsic
-def exp_row(typingctx, less, a, count) -> Any:
-    """a = e^(a - less) over a row of `count` entries, a multiple of the lanes, none larger than `less`; gives Σ a."""
-
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, less)
-        by, a, count = e.splat(arguments[0]), arguments[1], arguments[2]
-
-        def step(j, sums):
-            value = e.exponential(builder.fsub(e.load(e.place(a, j)), by))
-            e.store(value, e.place(a, j))
-            return [builder.fadd(sums[0], value)]
-
-        (total,) = e.loop(count, e.lanes, [e.constant(0.0)], step)
-        first, *rest = e.entries(total)
-        for x in rest:
-            first = builder.fadd(first, x)
-        return first
-
-    return less(less, types.intp, types.intp), emit
+@each_vector
+def scale_row(e, factor, a, b):
+    """a = factor · b."""
+    e.store(e.builder.fmul(factor, e.load(b)), a)
 
 
-@intrinsic
-def elu_row(typingctx, kind, a, count) -> Any:
-    """a = elu(a) + 1 over a row of `count` entries, a multiple of the lanes: e^a, or a + 1 where a is positive."""
-
-    def emit(context, builder, signature, arguments):
-        e = Emitter(context, builder, kind)
-        _, a, count = arguments
-        zero = e.constant(0.0)
-
-        def step(j, nothing):
-            x = e.load(e.place(a, j))
-            low = builder.select(builder.fcmp_ordered("<", x, zero), x, zero)
-            e.store(builder.fadd(e.exponential(low), builder.fsub(x, low)), e.place(a, j))
-            return []
-
-        e.loop(count, e.lanes, [], step)
-        return context.get_dummy_value()
-
-    return types.void(kind, types.intp, types.intp), emit
+@each_vector
+def elu_row(e, kind, a):
+    """a = elu(a) + 1: e^a, or a + 1 where a is positive."""
+    x, zero, b = e.load(a), e.constant(0.0), e.builder
+    low = b.select(b.fcmp_ordered("<", x, zero), x, zero)
+    e.store(b.fadd(e.exponential(low), b.fsub(x, low)), a)
 
 
 def _store_turned(e: Emitter, rows: list[Any], b: Any, row_b: Any) -> None:

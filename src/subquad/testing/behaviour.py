@@ -211,8 +211,8 @@ def bad_input_is_refused(case: Case) -> None:
     module = case.make()
     if case.is_layer:
         (x,) = case.inputs(9)
-        _refuses("query", lambda: module(x[..., :-1], x, x))
-        _refuses("key_padding_mask", lambda: module(x, x, x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool)))
+        refuses("query", lambda: module(x[..., :-1], x, x))
+        refuses("key_padding_mask", lambda: module(x, x, x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool)))
     else:
         q, k, v = case.inputs(9)
         wrong = {
@@ -222,20 +222,20 @@ def bad_input_is_refused(case: Case) -> None:
             "key_mask": (q, k, v, torch.ones(2, 8, dtype=torch.bool)),
         }
         for name, (a, b, c, mask) in wrong.items():
-            _refuses(name, lambda a=a, b=b, c=c, mask=mask: module(a, b, c, key_mask=mask))
-        _refuses("key_mask", lambda: module(q, k, v, key_mask=torch.ones(2, 9)))
+            refuses(name, lambda a=a, b=b, c=c, mask=mask: module(a, b, c, key_mask=mask))
+        refuses("key_mask", lambda: module(q, k, v, key_mask=torch.ones(2, 9)))
         if case.able.cross and not case.causal:
             few = [q[:, :, :4], k, v]
             assert case.run(module, few).shape == (2, case.heads, 4, case.width), "cross-attention is declared"
             close(case.run(module, few), case.dense(module, few), 1e-9, "cross-attention")
         else:
-            _refuses("length", lambda: module(q[:, :, :4], k, v))
-    _refuses("no_such_option", lambda: case.make(no_such_option=1))
-    _refuses("dropout", lambda: case.make(dropout=math.nan))
-    _refuses("scale", lambda: case.make(scale=-1.0))
+            refuses("length", lambda: module(q[:, :, :4], k, v))
+    refuses("no_such_option", lambda: case.make(no_such_option=1))
+    refuses("dropout", lambda: case.make(dropout=math.nan))
+    refuses("scale", lambda: case.make(scale=-1.0))
 
 
-def _refuses(name: str, call: Callable[[], Any]) -> None:
+def refuses(name: str, call: Callable[[], Any]) -> None:
     try:
         call()
     except (TypeError, ValueError) as error:

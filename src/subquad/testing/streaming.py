@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.testing.behaviour import _refuses
+from subquad.testing.behaviour import refuses
 from subquad.testing.case import Case, NotApplicable, close, gradient_names, gradients, masks
 
 LONGEST = 72  # sizes that are left open follow from it: spans of about 8
@@ -115,7 +115,7 @@ def streaming_refuses_bad_input(case: Case) -> None:
     """A wrong state, crop or length raises, names what is wrong, and leaves the state as it was."""
     if not _can(case):
         module = case.make()
-        _refuses("stream", lambda: module.start(2))
+        refuses("stream", lambda: module.start(2))
         return
     module, xs, seed = make(case), case.inputs(12), torch.tensor(5)
     with torch.no_grad():
@@ -137,7 +137,7 @@ def streaming_refuses_bad_input(case: Case) -> None:
             few = [x[:, : 1 if name > 0 else None] for name, x in enumerate(case.inputs(1))]
             others["heads"] = lambda: module.extend(*few, state)
         for name, call in others.items():
-            _refuses(name, call)
+            refuses(name, call)
             module.to(torch.float64)
         same = all(torch.equal(x, state.buffers[k]) for k, x in before.items())
         assert same and torch.equal(length, state.length), "an error has changed the state"

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.kernels.values import as_queries_are
+
 Map = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -46,7 +48,7 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: list[slice], scale: float
         for run in runs:
             mask[..., run.start - first : run.stop - first].zero_()
     grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
-    return _lost(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **grouped), q).to(kind)
+    return as_queries_are(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **grouped), q).to(kind)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
@@ -54,14 +56,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tenso
     compiling = torch.compiler.is_compiling()
     if not compiling and bool(seen.all()):
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, **grouped)
-        return _lost(out, q)
+        return as_queries_are(out, q)
     empty = ~seen.any(-1, keepdim=True)  # (B, H or 1, t, 1)
     if not compiling and not bool(empty.any()):
-        return _lost(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, **grouped), q)
+        return as_queries_are(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, **grouped), q)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | empty, scale=scale, **grouped)
-    return _lost(out, q).masked_fill(empty, 0)
-
-
-def _lost(out: Tensor, q: Tensor) -> Tensor:
-    """The fused kernel may give 0 for a query that is not a number."""
-    return out.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan)
+    return as_queries_are(out, q).masked_fill(empty, 0)

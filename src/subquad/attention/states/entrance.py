@@ -64,6 +64,21 @@ def extend(
     return moved_back(out, shift), extended(state, chunk, buffers)
 
 
+def extend_tokens(
+    module: Attention, x: Tensor, state: State, key_mask: Tensor | None, project: Any
+) -> tuple[Tensor, State]:
+    """The same for a mechanism that works on tokens (B, t, E), each of which is query, key and value in one."""
+    check_state(module, state, x)
+    x = x[:, None]  # (B, 1, t, E)
+    chunk, shift = arranged(state, (x, x, x), key_mask)
+    chunk = chunk._replace(q=chunk.k)
+    check_length(module, state, chunk)
+    state = recomputed(module, state, project)
+    memory: Any = state.memory  # that of such a mechanism projects the tokens
+    out, buffers = memory.extend(module, chunk, state, project)
+    return moved_back(out, shift), extended(state, chunk, buffers)
+
+
 def recomputed(module: Attention, state: State, *project: Any) -> State:
     """The state itself; after a crop beyond what its buffers keep, one of the same length from the kept tokens."""
     if not state.stale:

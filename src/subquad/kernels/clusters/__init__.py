@@ -6,7 +6,7 @@
 `op` has the entrances, schemas and derivatives. The pools run in Numba on a CPU (`cpu`), elsewhere as in `reference`.
 The attention is made of products of small matrices (`layout`, `products`, `tiles`), on any device. On a CPU it runs in
 Numba: to the own cluster alone as runs of keys (`sorted_runs`), with summaries or one query per cluster in tiles of
-scores (`cpu_attention`, `cpu_tiles`); what both leave goes the way of `tiles`. `reference` has it dense.
+scores (`cpu_attention`, `cpu_tiles`); what both leave goes the way of `tiles` (`cpu_route`). `reference` has it dense.
 `meetings` sums over queries and keys that are clustered each for themselves.
 """
 

@@ -1,4 +1,4 @@
-"""Attention in clusters on a CPU: which tiles there are, and what takes them."""
+"""Attention in clusters on a CPU: which tiles of scores there are."""
 
 from __future__ import annotations
 
@@ -9,17 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.kernels.clusters import cpu_tiles, tiles
+from subquad.kernels.clusters import cpu_tiles
 from subquad.kernels.clusters.layout import TIME, Layout
-from subquad.kernels.merge.cpu_tiles import BAND
 from subquad.kernels.parallel import launch
-from subquad.kernels.vectors import BYTES
-
-
-def takes(q: Tensor, order: Tensor, dropout: float, chunk: int, avoid_self: bool) -> bool:
-    """Whole clusters of one round, without dropout, and a type and width that there are vectors of."""
-    fits = q.dtype in (torch.float32, torch.float64) and q.shape[-1] * q.element_size() % BYTES == 0
-    return fits and order.dim() == 1 and not dropout and not chunk and not avoid_self
+from subquad.kernels.running_softmax import BAND
 
 
 class _Lists(NamedTuple):
@@ -33,11 +26,8 @@ class _Lists(NamedTuple):
     others: bool
 
 
-def attention(q, keys, values, order, cluster, real, seed, clusters, causal, last_query_only, scale, *about):
-    dropout, chunk, avoid_self = about
-    if not takes(q, order, dropout, chunk, avoid_self):
-        settings = (clusters, causal, last_query_only, scale, *about)
-        return tiles.attention(q, keys, values, order, cluster, real, seed, *settings)
+def attention(q, keys, values, order, cluster, real, seed, clusters, causal, last_query_only, scale, *plain):
+    """As `tiles.attention`, for whole clusters of one round, without dropout."""
     layout = Layout(order, cluster, real, clusters, causal)
     q, sources = q.contiguous(), [[x.contiguous() for x in pair] for pair in zip(keys, values, strict=True)]
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
@@ -53,12 +43,9 @@ def attention(q, keys, values, order, cluster, real, seed, clusters, causal, las
 
 
 def attention_backward(
-    grad, q, keys, values, out, lse, order, cluster, real, seed, clusters, causal, last_query_only, scale, *about
+    grad, q, keys, values, out, lse, order, cluster, real, seed, clusters, causal, last_query_only, scale, *plain
 ):
-    dropout, chunk, avoid_self = about
-    if not takes(q, order, dropout, chunk, avoid_self):
-        settings = (clusters, causal, last_query_only, scale, *about)
-        return tiles.attention_backward(grad, q, keys, values, out, lse, order, cluster, real, seed, *settings)
+    """As `tiles.attention_backward`."""
     layout = Layout(order, cluster, real, clusters, causal)
     grad, q, out, lse = (x.contiguous() for x in (grad, q, out, lse))
     sources = [[x.contiguous() for x in pair] for pair in zip(keys, values, strict=True)]

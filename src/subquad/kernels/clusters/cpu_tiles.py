@@ -1,6 +1,6 @@
 """Attention in clusters on a CPU: tiles of scores in the first-level cache, over lists of queries and keys.
 
-The building blocks are those of `merge.cpu_tiles`; rows are gathered as they are needed. Key j is seen by query i when
+The building blocks are those of `running_softmax`; rows are gathered as they are needed. Key j is seen by query i when
 
     born[j] <= time[i] < end[j]    and, among summaries,    tag[j] != tag[i]
 
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from subquad.kernels.merge.cpu_tiles import BAND, KEYS, ROWS, _lay_row, _softmax_tile, _take_row, _turned
 from subquad.kernels.parallel import inline
+from subquad.kernels.running_softmax import BAND, KEYS, ROWS, lay_row, softmax_tile, take_row, transpose_scaled
 from subquad.kernels.vector_rows import add_row, fill_row, gradient_row
 from subquad.kernels.vectors import BYTES, dot, multiply, multiply_add, multiply_add_turned, scale_row
 from subquad.kernels.workers import Workers, keep
 
 NEVER = 1 << 30
-FIRST_ROW, ROW_COUNT, FIRST_KEY, KEY_COUNT = range(4)  # of a tile
 
 
 @inline
@@ -87,7 +86,7 @@ def forward(worker, workers, arguments):
         _gather(like, size, width, q, rows, row0, many_rows, last, qt)
         for r in range(many_rows):
             place = rows[row0 + r]
-            _take_row(like, size, width, out + place * width * size, lse, place, fresh, at, r, top, total)
+            take_row(like, size, width, out + place * width * size, lse, place, fresh, at, r, top, total)
         latest = time[rows[row0 + many_rows - 1]]
         for c in range(0, many_keys, KEYS):
             count = min(KEYS, many_keys - c)
@@ -97,7 +96,7 @@ def forward(worker, workers, arguments):
                 continue
             _gather(like, size, width, k, keys, key0 + c, count, last, nt)
             _gather(like, size, width, v, keys, key0 + c, count, last, vt)
-            _turned(like, size, width, count, nt, width, kt, scale)
+            transpose_scaled(like, size, width, count, nt, width, kt, scale)
             for r0 in range(0, many_rows, ROWS):
                 many = min(ROWS, many_rows - r0)
                 some = _seen_by(now, count, time[rows[row0 + r0 + many - 1]])
@@ -106,12 +105,12 @@ def forward(worker, workers, arguments):
                 padded = -(-some // lanes) * lanes
                 multiply(like[0], many, padded, width, qt + r0 * width * size, width, kt, KEYS, st, KEYS, size)
                 _hide(s, many, some, padded, now, time, about[2], rows, row0 + r0, others)
-                _softmax_tile(like, size, width, s, many, some, padded, top, total, at, r0)
+                softmax_tile(like, size, width, s, many, some, padded, top, total, at, r0)
                 into = at + r0 * width * size
                 multiply_add(like[0], many, width, some, st, KEYS, vt, width, into, width, size)
         for r in range(many_rows):
             place = rows[row0 + r]
-            _lay_row(like, size, width, out + place * width * size, lse, place, at, r, top, total)
+            lay_row(like, size, width, out + place * width * size, lse, place, at, r, top, total)
     keep(across, near, values, asked, state)
 
 
@@ -153,8 +152,8 @@ def backward(worker, workers, arguments):
                     continue
                 _gather(like, size, width, k, keys, key0 + c, count, last, nt)
                 _gather(like, size, width, v, keys, key0 + c, count, last, vt)
-                _turned(like, size, width, count, nt, width, kt, scale)
-                _turned(like, size, width, count, vt, width, bt, like.dtype.type(1))
+                transpose_scaled(like, size, width, count, nt, width, kt, scale)
+                transpose_scaled(like, size, width, count, vt, width, bt, like.dtype.type(1))
                 dkt[:count] = zero
                 dvt[:count] = zero
                 for r0 in range(0, many_rows, ROWS):

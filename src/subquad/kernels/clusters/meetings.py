@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from subquad.kernels.clusters.layout import Tiles
 from subquad.kernels.clusters.products import add, flattened, softmax, take
 from subquad.kernels.clusters.tiles import layout_of
+from subquad.kernels.derivatives import no_second_derivative
 
 
 def met_sums(
@@ -160,12 +161,8 @@ def _gradient(ctx, d_exact, d_lse, d_over):
     return *meet_backward(d_exact, d_lse, d_over, *saved, *about), *[None] * 7
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("met_sums has no second derivative")
-
-
 meet.register_autograd(_gradient, setup_context=_save)
-meet_backward.register_autograd(_no_second_derivative)
+meet_backward.register_autograd(no_second_derivative("met_sums"))
 
 
 @register_flop_formula(torch.ops.subquad.meet, get_raw=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels import devices
-from subquad.kernels.clusters import cpu, cuda, reference, sorted_runs, tiles
+from subquad.kernels.clusters import cpu, cpu_route, cuda, reference, tiles
 
 prefix_op = torch.library.custom_op("subquad::cluster_prefix", mutates_args=())(reference.prefix)
 prefix_backward_op = torch.library.custom_op("subquad::cluster_prefix_backward", mutates_args=())(
@@ -21,8 +21,8 @@ attention_backward_op = torch.library.custom_op("subquad::cluster_attention_back
 )
 prefix_op.register_kernel("cpu")(cpu.prefix)
 prefix_backward_op.register_kernel("cpu")(cpu.prefix_backward)
-attention_op.register_kernel("cpu")(sorted_runs.attention)
-attention_backward_op.register_kernel("cpu")(sorted_runs.attention_backward)
+attention_op.register_kernel("cpu")(cpu_route.attention)
+attention_backward_op.register_kernel("cpu")(cpu_route.attention_backward)
 attention_op.register_kernel("cuda")(cuda.attention)
 attention_backward_op.register_kernel("cuda")(cuda.attention_backward)
 

@@ -1,7 +1,6 @@
 """The own cluster on a CPU: sorted by cluster, queries are tiles and keys are runs (see `kernels.runs`).
 
-What the kernels do not take, summaries, dropout, a query per cluster, half precision and odd widths, goes on to
-`cpu_attention`.
+Without summaries and dropout, a query per token; `chunks`: how long they are, and whether a token avoids itself.
 """
 
 from __future__ import annotations
@@ -11,72 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.kernels.clusters import cpu_attention, tiles
+from subquad.kernels.clusters import tiles
+from subquad.kernels.matrices import ready
 from subquad.kernels.runs import cpu
-from subquad.kernels.runs.op import EVERYTHING, ready
+from subquad.kernels.runs.op import EVERYTHING
 
 ROWS = 72  # queries of a tile: three times the rows of a product
 
 
-def attention(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    order: Tensor,
-    cluster: Tensor,
-    real: Tensor,
-    seed: Tensor | None,
-    clusters: int,
-    causal: bool,
-    last_query_only: bool,
-    scale: float,
-    dropout: float,
-    chunk: int,
-    avoid_self: bool,
-) -> tuple[Tensor, Tensor]:
+def attention(q, keys, values, order, cluster, real, seed, clusters, causal, _one_query, scale, _dropout, *chunks):
     """As `tiles.attention`."""
-    if len(keys) > 1 or dropout or last_query_only or not cpu.takes(q):
-        about = (clusters, causal, last_query_only, scale, dropout, chunk, avoid_self)
-        return cpu_attention.attention(q, keys, values, order, cluster, real, seed, *about)
     q, keys, values = ready(q), [ready(x) for x in keys], [ready(x) for x in values]
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -torch.inf)
     bias = _bias(real, q)
-    for number, (sort, tables) in enumerate(_rounds(order, cluster, real, clusters, causal, chunk, avoid_self)):
+    for number, (sort, tables) in enumerate(_rounds(order, cluster, real, clusters, causal, *chunks)):
         cpu.forward(q, keys, values, bias, (sort, sort), tables, scale, out, lse, number == 0)
-    return (tiles.with_itself(out, lse, q, values[0], real) if avoid_self else out), lse
+    return (tiles.with_itself(out, lse, q, values[0], real) if chunks[1] else out), lse
 
 
 def attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    order: Tensor,
-    cluster: Tensor,
-    real: Tensor,
-    seed: Tensor | None,
-    clusters: int,
-    causal: bool,
-    last_query_only: bool,
-    scale: float,
-    dropout: float,
-    chunk: int,
-    avoid_self: bool,
-) -> list[Tensor]:
+    grad, q, keys, values, out, lse, order, cluster, real, seed, clusters, causal, _one_query, scale, _dropout, *chunks
+):
     """As `tiles.attention_backward`."""
-    if len(keys) > 1 or dropout or last_query_only or not cpu.takes(q):
-        about = (clusters, causal, last_query_only, scale, dropout, chunk, avoid_self)
-        return cpu_attention.attention_backward(grad, q, keys, values, out, lse, order, cluster, real, seed, *about)
     grad, q, keys, values = ready(grad), ready(q), [ready(x) for x in keys], [ready(x) for x in values]
     alone = lse == -torch.inf
     delta = (grad * out).sum(-1).masked_fill_(alone, 0)  # (G, n)
     total, found = lse.masked_fill(alone, torch.inf), [x.new_zeros(x.shape) for x in (q, *keys, *values)]
     bias = _bias(real, q)
-    for sort, tables in _rounds(order, cluster, real, clusters, causal, chunk, avoid_self):
+    for sort, tables in _rounds(order, cluster, real, clusters, causal, *chunks):
         cpu.backward(q, keys, values, bias, (sort, sort), tables, scale, grad, delta, total, found)
-    if avoid_self:  # who met nobody has its own value
+    if chunks[1]:  # who met nobody has its own value
         found[2] += grad * (alone & real)[..., None]
     return found
 

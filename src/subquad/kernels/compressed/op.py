@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels import devices
 from subquad.kernels.compressed import reference
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.supports.patterns import Longformer
 from subquad.supports.support import plan_of, text_of
@@ -171,12 +172,8 @@ def _gradient(ctx, grad, grad_lse):
     return dq, dk, dv, d_entries, d_values, None, d_sink, *[None] * 4
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("compressed_attention has no second derivative")
-
-
 compressed.register_autograd(_gradient, setup_context=_save)
-compressed_backward.register_autograd(_no_second_derivative)
+compressed_backward.register_autograd(no_second_derivative("compressed_attention"))
 
 
 def _pairs(q: Tensor, seen: Tensor, window: int) -> int:

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from subquad.kernels.device_functions import chance, streams
 
-PRE, PUBLISHED = tl.constexpr(1), tl.constexpr(2)
-
 
 @triton.jit
 def row_scores(q, K, indices, real, columns, e, stop, base, low, high, scale, rate,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.graphs import cpu, cuda, reference
 from subquad.kernels.sampler import Sample
 
@@ -74,12 +75,8 @@ def _backward(ctx, grad):
     return *wanted, *[None] * 10
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("graph_attention has no second derivative")
-
-
 attention_op.register_autograd(_backward, setup_context=_save)
-backward_op.register_autograd(_no_second_derivative)
+backward_op.register_autograd(no_second_derivative("graph_attention"))
 
 
 def _pairs(q: Tensor, k: Tensor, indices: Tensor, mask: Tensor) -> int:

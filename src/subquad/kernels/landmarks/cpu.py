@@ -6,22 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.kernels import devices
 from subquad.kernels.landmarks import cpu_tiles as kernels
 from subquad.kernels.landmarks.reference import first_guess
-from subquad.kernels.vectors import BYTES
+from subquad.kernels.matrices import fits, matrix
 
 
 def takes(scores: Tensor, v: Tensor) -> bool:
     """Are there vectors of this type and these widths?"""
-    fits = all(x.shape[-1] * x.element_size() % BYTES == 0 and devices.is_host(x) for x in (scores, v))
-    return fits and scores.dtype == v.dtype and v.dtype in (torch.float32, torch.float64)
+    return fits(scores, v) and scores.dtype == v.dtype
 
 
 def gather(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     (b, h, _, m), d = scores.shape, v.shape[3]
     read, lse = v.new_empty(b * h, m, d), v.new_empty(b * h, m)
-    kernels.gather.run(*_about(scores, v), _matrix(scores), _matrix(v), read.numpy(), lse.numpy())
+    kernels.gather.run(*_about(scores, v), matrix(scores), matrix(v), read.numpy(), lse.numpy())
     return read.view(b, h, m, d), lse
 
 
@@ -30,8 +28,8 @@ def gather_backward(grad: Tensor, scores: Tensor, v: Tensor, read: Tensor, lse: 
     delta = (grad * read.flatten(0, 1)).sum(-1)  # (G, m)
     dscores, dv = torch.empty_like(scores), torch.empty_like(v)
     kernels.gather_backward.run(
-        *_about(scores, v), _matrix(scores), _matrix(v), grad.numpy(), delta.numpy(), lse.numpy(), _matrix(dscores),
-        _matrix(dv),
+        *_about(scores, v), matrix(scores), matrix(v), grad.numpy(), delta.numpy(), lse.numpy(), matrix(dscores),
+        matrix(dv),
     )  # fmt: skip
     return dscores, dv
 
@@ -39,7 +37,7 @@ def gather_backward(grad: Tensor, scores: Tensor, v: Tensor, read: Tensor, lse: 
 def spread(scores: Tensor, read: Tensor, v: Tensor, filters: Tensor) -> Tensor:
     out, rows = torch.empty_like(v), read.flatten(0, 1).contiguous()
     kernels.spread.run(
-        *_about(scores, v), _matrix(scores), rows.numpy(), _matrix(v), filters.contiguous().numpy(), _matrix(out)
+        *_about(scores, v), matrix(scores), rows.numpy(), matrix(v), filters.contiguous().numpy(), matrix(out)
     )
     return out
 
@@ -51,8 +49,8 @@ def spread_backward(
     dscores, dread, dfilters = torch.empty_like(scores), torch.empty_like(rows), v.new_empty(len(rows), taps)
     dv = torch.empty_like(v) if taps else torch.zeros_like(v)
     kernels.spread_backward.run(
-        *_about(scores, v), _matrix(scores), rows.numpy(), _matrix(v), filters.contiguous().numpy(), _matrix(grad),
-        _matrix(dscores), dread.numpy(), _matrix(dv), dfilters.numpy(),
+        *_about(scores, v), matrix(scores), rows.numpy(), matrix(v), filters.contiguous().numpy(), matrix(grad),
+        matrix(dscores), dread.numpy(), matrix(dv), dfilters.numpy(),
     )  # fmt: skip
     return dscores, dread.view(read.shape), dv, dfilters.unflatten(0, read.shape[:2]).sum(0)
 
@@ -75,8 +73,3 @@ def inverse_backward(grad: Tensor, a: Tensor, steps: Tensor) -> tuple[Tensor, Te
 def _about(scores: Tensor, v: Tensor) -> tuple[np.ndarray, int, tuple[int, ...]]:
     """0, bytes of an entry, (B, H, n, m, d)"""
     return np.zeros(1, v.numpy().dtype), v.element_size(), (*scores.shape, v.shape[3])
-
-
-def _matrix(x: Tensor) -> tuple[int, int, int, int]:
-    assert x.stride(3) == 1
-    return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)

@@ -11,11 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from subquad.kernels.parallel import exp, inline
-from subquad.kernels.vector_rows import larger_row
+from subquad.kernels.vector_rows import exp_row, larger_row
 from subquad.kernels.vectors import (
     BYTES,
     dot,
-    exp_row,
     largest,
     multiply,
     multiply_add,

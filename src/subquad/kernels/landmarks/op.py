@@ -11,13 +11,14 @@ from torch.utils.flop_counter import register_flop_formula
 from subquad.kernels import devices
 from subquad.kernels.landmarks import cpu, reference
 from subquad.kernels.landmarks.cpu import takes
+from subquad.kernels.matrices import ready
 
 __all__ = ["gather", "maps_tokens", "pseudo_inverse", "spread", "takes"]
 
 
 def gather(scores: Tensor, v: Tensor) -> Tensor:
     """scores (B, H, n, m), v (B, H, n, d) → (B, H, m, d): one softmax per landmark, over all tokens."""
-    return gather_op(_ready(scores), _ready(v))[0] if takes(scores, v) else reference.gather(scores, v)
+    return gather_op(ready(scores), ready(v))[0] if takes(scores, v) else reference.gather(scores, v)
 
 
 def spread(scores: Tensor, read: Tensor, v: Tensor, filters: Tensor | None) -> Tensor:
@@ -26,7 +27,7 @@ def spread(scores: Tensor, read: Tensor, v: Tensor, filters: Tensor | None) -> T
     if not takes(scores, v):
         return reference.spread(scores, read, v, filters)
     filters = v.new_empty(v.shape[1], 0) if filters is None else filters.to(v.dtype)
-    return spread_op(_ready(scores), read, _ready(v), filters)
+    return spread_op(ready(scores), read, ready(v), filters)
 
 
 def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
@@ -41,11 +42,6 @@ def maps_tokens(x: Tensor) -> bool:
     are larger and fewer, which pays on a CPU; the kernels of other devices and of autocast take queries and keys.
     """
     return devices.is_host(x) and not torch.is_autocast_enabled("cpu")
-
-
-def _ready(x: Tensor) -> Tensor:
-    """With the entries of a row side by side."""
-    return x if x.stride(3) == 1 else x.contiguous()
 
 
 @torch.library.custom_op("subquad::landmarks_gather", mutates_args=(), device_types="cpu")
@@ -68,7 +64,7 @@ def spread_op(scores: Tensor, read: Tensor, v: Tensor, filters: Tensor) -> Tenso
 def spread_backward(
     grad: Tensor, scores: Tensor, read: Tensor, v: Tensor, filters: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return cpu.spread_backward(_ready(grad), scores, read, v, filters)
+    return cpu.spread_backward(ready(grad), scores, read, v, filters)
 
 
 @torch.library.custom_op("subquad::landmarks_inverse", mutates_args=(), device_types="cpu")

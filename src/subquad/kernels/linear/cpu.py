@@ -9,22 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.kernels import devices
 from subquad.kernels.linear import cpu_chunks as kernels
 from subquad.kernels.linear.reference import smallest
-from subquad.kernels.vectors import BYTES
+from subquad.kernels.matrices import fits, matrix
 
 
 def takes(a: Tensor, v: Tensor, scales: Tensor | None) -> bool:
     """Are there vectors of this type and these widths?"""
-    fits = all(x.shape[-1] * x.element_size() % BYTES == 0 for x in (a, v))
-    return scales is None and devices.is_host(a) and a.dtype in (torch.float32, torch.float64) and fits
+    return scales is None and fits(a, v)
 
 
 def forward(a: Tensor, b: Tensor, v: Tensor, causal: bool, normalise: bool, elu: bool) -> tuple[Tensor, Tensor]:
     out, den = empty_output(a, v), v.new_ones(a.shape[:2])
     function = kernels.causal_forward if causal else kernels.whole_forward
-    tensors = (_matrix(x) for x in (a, b, v, out))
+    tensors = (matrix(x) for x in (a, b, v, out))
     function.run(*_about(a, v), *tensors, den.numpy(), _sizes(a, b), normalise, elu)
     return out, den
 
@@ -34,7 +32,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     da, db, dv = (torch.empty_like(x) for x in (a, b, v))
     function = kernels.causal_backward if causal else kernels.whole_backward
-    tensors = (_matrix(x) for x in (grad, a, b, v, out, da, db, dv))
+    tensors = (matrix(x) for x in (grad, a, b, v, out, da, db, dv))
     function.run(*_about(a, v), *tensors, den.numpy(), _sizes(a, b), normalise, elu)
     return da, db, dv
 
@@ -48,11 +46,6 @@ def _about(a: Tensor, v: Tensor) -> tuple[np.ndarray, int, int, int]:
     """(the smallest denominator), bytes of an entry, features, width of the values"""
     like = np.array([smallest(a.dtype)], dtype=a.numpy().dtype)
     return like, a.element_size(), a.shape[2], v.shape[2]
-
-
-def _matrix(x: Tensor) -> tuple[int, int, int]:
-    assert x.stride(2) == 1
-    return x.data_ptr(), x.stride(0), x.stride(1)
 
 
 def _sizes(a: Tensor, b: Tensor) -> tuple[int, int, int]:

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.linear import chunks, cpu
 from subquad.kernels.linear.chunks import CHUNK
 from subquad.kernels.linear.cuda import room
 from subquad.kernels.linear.reference import elu_plus_one
+from subquad.kernels.matrices import ready
 
 
 def kernel_sums(
@@ -29,15 +31,10 @@ def kernel_sums(
     computed in float32.
     """
     work = torch.promote_types(v.dtype, torch.float32)
-    x, y, z = (_ready(t.to(work).flatten(0, 1)) for t in (a, b, v))
+    x, y, z = (ready(t.to(work).flatten(0, 1)) for t in (a, b, v))
     s = None if scales is None else scales.detach().to(work).flatten(0, 1).contiguous()
     out, _ = sums(x, y, z, s, causal, normalise, elu)
     return out.unflatten(0, a.shape[:2]).to(v.dtype)
-
-
-def _ready(x: Tensor) -> Tensor:
-    """With the entries of a row side by side."""
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 @torch.library.custom_op("subquad::kernel_sums", mutates_args=())
@@ -70,7 +67,7 @@ def sums_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a, b and v."""
     if cpu.takes(a, v, scales):
-        return cpu.backward(_ready(grad), a, b, v, out, den, causal, normalise, elu)
+        return cpu.backward(ready(grad), a, b, v, out, den, causal, normalise, elu)
     x, y = (elu_plus_one(a), elu_plus_one(b)) if elu else (a, b)
     if causal:
         x, y, z = x.contiguous(), y.contiguous(), v.contiguous()
@@ -100,12 +97,8 @@ def _gradient(ctx, grad, grad_den):
     return *sums_backward(grad, *ctx.saved_tensors, *ctx.about), None, None, None, None
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("kernel_sums has no second derivative")
-
-
 sums.register_autograd(_gradient, setup_context=_save)
-sums_backward.register_autograd(_no_second_derivative)
+sums_backward.register_autograd(no_second_derivative("kernel_sums"))
 
 
 # One multiply-add = 2. A forward multiplies b by v and the sum by a, causal also the pairs of a chunk twice.

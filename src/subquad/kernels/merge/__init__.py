@@ -14,6 +14,6 @@ kernels (`gpu` launches the `triton_tiles` of a `schedule`) or torch's own (`ate
 grouped heads and dropout all live inside. There is no second derivative: asking for one raises.
 """
 
-from subquad.kernels.merge.entrance import merge_attention
+from subquad.kernels.merge.op import merge_attention
 
 __all__ = ["merge_attention"]

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.kernels.merge.cpu import _absorb, _add_keys, _drawn_from, _numbers
-from subquad.kernels.merge.rows import grid_view, plans
+from subquad.kernels.merge.rows import plans
+from subquad.kernels.merge.views import absorb, add_keys, grid_view, keys_of
 from subquad.supports.parts import Part, Plan
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -39,7 +39,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
                 views: tuple[Any, ...] = _views(group, part, plan, q.dtype)
                 o, here = _attend(x, *views, part, scale)  # type: ignore[call-arg]
                 total, base = grid_view(out_, part.queries), grid_view(lse_, part.queries)[..., 0]
-                _absorb(total, base, o.to(work), here.to(work), part.fresh)
+                absorb(total, base, o.to(work), here.to(work), part.fresh)
             group.write_back()
     return out.to(q.dtype), lse
 
@@ -57,7 +57,7 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
                 changes = _part_backward(g, x, o, total, k, v, bias, part, scale)
                 dq.add_(changes[0])
                 for whole, change in zip((part.source, m + part.source), changes[1:], strict=True):
-                    _add_keys(group.gradients[whole], change.to(work), part, plan)
+                    add_keys(group.gradients[whole], change.to(work), part, plan)
             group.write_back()
     return [g.to(x.dtype) for g, x in zip(grads, (q, *keys, *values), strict=True)]
 
@@ -96,23 +96,15 @@ def _groups(rows: slice, heads: int, queries, keys, values, valid, gradients) ->
 
 def _views(group: _Group, part: Part, plan: Plan, dtype: torch.dtype):
     """Keys and values (G, A, S, d), the bias (G or 1, A or 1, L, S) or None, and which rows see nothing, or None."""
-    k, v = (_keys(x[part.source], part, plan) for x in (group.keys, group.values))
+    k, v = (keys_of(x[part.source], part, plan) for x in (group.keys, group.values))
     seen = None if part.is_triangle or part.sees_everything else _allowed(part, k.device)[None]  # (1, A or 1, L, S)
     if group.valid:
-        exists = _keys(group.valid[part.source][..., None], part, plan)[..., 0][:, :, None]  # (G or 1, A, 1, S)
+        exists = keys_of(group.valid[part.source][..., None], part, plan)[..., 0][:, :, None]  # (G or 1, A, 1, S)
         inside = _allowed(part, k.device)[None] if seen is None else seen
         seen = inside & exists
     if seen is None:
         return k, v, None, None
     return k, v, _bias(seen, dtype, len(k), part), ~seen.any(-1)
-
-
-def _keys(x: Tensor, part: Part, plan: Plan) -> Tensor:
-    if not part.draws:
-        return grid_view(x, part.keys)
-    numbers = torch.tensor(_numbers(part, plan)).to(x.device, non_blocking=True)
-    blocks = _drawn_from(x, part).index_select(1, numbers)
-    return blocks.view(x.shape[0], part.keys.blocks, part.keys.length, x.shape[2])
 
 
 def _allowed(part: Part, device: torch.device) -> Tensor:

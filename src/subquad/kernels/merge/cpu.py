@@ -11,11 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.kernels.matrices import ready
 from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge import dropout as dropping
 from subquad.kernels.merge.cpu_masks import kept_mask
-from subquad.kernels.merge.rows import grid_view, plans
-from subquad.supports.parts import Grid, Part, Plan
+from subquad.kernels.merge.rows import plans
+from subquad.kernels.merge.views import absorb, add_keys, grid_view, keys_of
+from subquad.supports.parts import Part, Plan
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -23,7 +25,7 @@ SMALL_MASK = 1 << 23  # masks of up to this many entries are made for all heads 
 
 
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
-    q, keys, values = _ready(q), [_ready(k) for k in keys], [_ready(v) for v in values]
+    q, keys, values = ready(q), [ready(k) for k in keys], [ready(v) for v in values]
     chosen = list(plans(q, keys, values, lengths, support, which, n))
     if walk.takes(chosen, q):
         return walk.forward(chosen, q, keys, values, valid, scale, seed, dropout)
@@ -35,12 +37,12 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
             for part in plan.parts:
                 views = _Views(frame, part, plan, q.dtype)
                 o, here = drop.attend(q_, views) if drop else _attend(q_, views, scale)
-                _absorb(grid_view(out_, part.queries), grid_view(lse_, part.queries)[..., 0], o, here, part.fresh)
+                absorb(grid_view(out_, part.queries), grid_view(lse_, part.queries)[..., 0], o, here, part.fresh)
     return out, lse
 
 
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
-    grad, q, out, *kv = (_ready(x) for x in (grad, q, out, *keys, *values))
+    grad, q, out, *kv = (ready(x) for x in (grad, q, out, *keys, *values))
     m, chosen = len(keys), list(plans(q, keys, values, lengths, support, which, n))
     if walk.takes(chosen, q):
         return walk.backward(chosen, grad, q, kv[:m], kv[m:], out, lse, valid, scale, seed, dropout)
@@ -57,13 +59,8 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
                 grads = drop.backward(g, x, o, total, views) if drop else _part_backward(g, x, o, total, views, scale)
                 grid_view(dq_, part.queries).add_(grads[0])
                 for total_, change in zip((part.source, m + part.source), grads[1:], strict=True):
-                    _add_keys(frame.gradients[total_], change, part, plan)
+                    add_keys(frame.gradients[total_], change, part, plan)
     return [dq, *dkv]
-
-
-def _ready(x: Tensor) -> Tensor:
-    """As the flash kernel needs it: features side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # ---- views --------------------------------------------------------------------------------------------------
@@ -118,28 +115,9 @@ class _Views:
 
     def __init__(self, frame: _Frame, part: Part, plan: Plan, dtype: torch.dtype) -> None:
         self.part, self.plan = part, plan
-        self.keys = _keys(frame.keys[part.source], part, plan)  # (G, A, S, d)
-        self.values = _keys(frame.values[part.source], part, plan)
+        self.keys = keys_of(frame.keys[part.source], part, plan)  # (G, A, S, d)
+        self.values = keys_of(frame.values[part.source], part, plan)
         self.mask, self.empty = _mask(part, frame.valid.get(part.source), plan, dtype)
-
-
-def _keys(x: Tensor, part: Part, plan: Plan) -> Tensor:
-    """(G, A, S, d): a view, or a copy of the drawn blocks."""
-    if not part.draws:
-        return grid_view(x, part.keys)
-    blocks = _drawn_from(x, part).index_select(1, torch.tensor(_numbers(part, plan)))
-    return blocks.view(x.shape[0], part.keys.blocks, part.keys.length, x.shape[2])
-
-
-def _drawn_from(x: Tensor, part: Part) -> Tensor:
-    """The whole blocks that a part draws from: (G, n, d) → (G, n // size, size, d)."""
-    size = part.keys.length // part.draws
-    return grid_view(x, Grid(0, x.shape[1] // size, size, size))
-
-
-def _numbers(part: Part, plan: Plan) -> list[int]:
-    starts = (part.keys.start + a * part.keys.step for a in range(part.keys.blocks))
-    return [number for start in starts for number in plan.drawn[start : start + part.draws]]
 
 
 def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -153,7 +131,7 @@ def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> t
         mask, empty = mask[None], None if empty is None else empty[None]
     if valid is None:
         return mask, empty
-    exists = _keys(valid[..., None], part, plan)[..., 0]  # (G, A, S)
+    exists = keys_of(valid[..., None], part, plan)[..., 0]  # (G, A, S)
     bias = torch.zeros(exists.shape, dtype=dtype).masked_fill_(~exists, -torch.inf)[:, :, None]  # (G, A, 1, S)
     if part.is_triangle:
         rows = part.queries.length
@@ -188,18 +166,6 @@ def _attend(q: Tensor, views: _Views, scale: float) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _absorb(out: Tensor, lse: Tensor, new: Tensor, here: Tensor, fresh: bool) -> None:
-    """Merge a part's output and logsumexp into views of the whole."""
-    if fresh:
-        out.copy_(new)
-        lse.copy_(here)
-        return
-    total = torch.logaddexp(lse, here)
-    base = total.masked_fill(total == -torch.inf, 0)  # -inf - -inf is not a number
-    out.mul_((lse - base).exp_()[..., None]).addcmul_(new, (here - base).exp_()[..., None])
-    lse.copy_(total)
-
-
 def _part_backward(g, q, out, lse, views: _Views, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one part's q, k, v, given the merged out and lse (all as views (G, A, L or S, d))."""
     k, v, part, mask, empty = views.keys, views.values, views.part, views.mask, views.empty
@@ -211,23 +177,3 @@ def _part_backward(g, q, out, lse, views: _Views, scale: float) -> tuple[Tensor,
         return ds * k, ds * q, weight * g
     triangle = mask is None and part.is_triangle
     return _flash_backward(g, q, k, v, out, lse[..., 0], 0.0, triangle, attn_mask=mask, scale=scale)
-
-
-def _add_keys(total: Tensor, grad: Tensor, part: Part, plan: Plan) -> None:
-    """total[key] += grad; where key blocks overlap they are added in slices that do not."""
-    keys = part.keys
-    if part.draws:
-        pieces = grad.reshape(grad.shape[0], keys.blocks * part.draws, -1, grad.shape[3])  # (G, A·draws, size, d)
-        blocks = _drawn_from(total, part)
-        for at, number in enumerate(_numbers(part, plan)):  # a block may be drawn twice
-            blocks[:, number].add_(pieces[:, at])
-        return
-    overlap = keys.blocks > 1 and keys.stride == 1 and keys.step < keys.length
-    if overlap and keys.step == 0:  # the same keys in every block
-        grid_view(total, keys._replace(blocks=1))[:, 0].add_(grad.sum(1))
-        return
-    width = keys.step if overlap else keys.length
-    for first in range(0, keys.length, width):
-        piece = grad[:, :, first : first + width]
-        grid = keys._replace(start=keys.start + first * keys.stride, length=piece.shape[2])
-        grid_view(total, grid).add_(piece)

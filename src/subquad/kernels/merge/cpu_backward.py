@@ -4,51 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from subquad.kernels.merge.cpu_tiles import (
-    BAND,
-    BEHIND,
-    COUNT,
-    DOWN,
-    DRAWS,
-    ENTRIES,
-    EXISTS,
-    FIRST,
-    FRESH,
-    GROUP,
-    KEY,
-    KEY_GRADIENT,
-    KEYS,
-    ORIGIN,
-    PIECE_AT,
-    PIECE_BLOCK,
-    PIECE_PART,
-    PIECE_ROW,
-    PIECE_ROWS,
-    PLACE,
-    PLACES,
-    POSITIONS,
-    ROWS,
-    SELF,
-    SOURCE,
-    START,
-    STEP,
-    STRIDE,
-    _columns,
-    _drop,
-    _grid,
-    _height,
-    _limits,
-    _mask_at,
-    _mask_tile,
-    _matrix,
-    _number,
-    _of_head,
-    _run,
-    _seen,
-    _turned,
-    _typed,
-)
+from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.parallel import inline, pasted
+from subquad.kernels.running_softmax import BAND, KEYS, ROWS, transpose_scaled
 from subquad.kernels.vector_rows import add_row, byte_at, fill_row, gradient_row
 from subquad.kernels.vectors import BYTES, dot, multiply, multiply_add, multiply_add_turned
 from subquad.kernels.workers import Workers, following
@@ -63,10 +21,10 @@ def _score_gradients(s, ds, size, many, count, padded, base, less, scale, instan
     for i in range(many):
         row = i * KEYS * size
         if dropout > 0:
-            _drop(ds[i], count, seed, instance, query + i * down, number, step, dropout, up)
+            tiles.drop(ds[i], count, seed, instance, query + i * down, number, step, dropout, up)
         gradient_row(base[i], less[i], scale, s.ctypes.data + row, ds.ctypes.data + row, padded)
         if dropout > 0:
-            _drop(s[i], count, seed, instance, query + i * down, number, step, dropout, up)
+            tiles.drop(s[i], count, seed, instance, query + i * down, number, step, dropout, up)
 
 
 @pasted
@@ -76,34 +34,31 @@ def _backward_piece(
 ):  # fmt: skip
     """dq, dk and dv of one part's share of some rows of a band, given the merged (out, lse)."""
     one, lanes = like.dtype.type(1), BYTES // size
-    keys, positions, limits, draws = _grid(part, PLACES), _grid(part, POSITIONS), _limits(part), part[DRAWS]
-    stride, apart, block, rows = keys[STRIDE], positions[STRIDE], piece[PIECE_BLOCK], piece[PIECE_ROWS]
-    (k, k_row), (v, v_row) = _of_head(source, KEY, b, h, size)
-    (dk, dk_row), (dv, dv_row) = _of_head(source, KEY_GRADIENT, own, h, size)
-    place = place0 + piece[PIECE_AT] * down
-    where0, kt, vt, st, dst = (
-        place + part[ORIGIN],
-        across.ctypes.data,
-        beyond.ctypes.data,
-        s.ctypes.data,
-        ds.ctypes.data,
-    )
-    exists = source[EXISTS] + b * source[EXISTS + 1] if source[EXISTS] else 0
+    keys, positions = tiles.grid(part, tiles.PLACES), tiles.grid(part, tiles.POSITIONS)
+    limits, draws = tiles.limits(part), part[tiles.DRAWS]
+    stride, apart = keys[tiles.STRIDE], positions[tiles.STRIDE]
+    block, rows = piece[tiles.PIECE_BLOCK], piece[tiles.PIECE_ROWS]
+    (k, k_row), (v, v_row) = tiles.of_head(source, tiles.KEY, b, h, size)
+    (dk, dk_row), (dv, dv_row) = tiles.of_head(source, tiles.KEY_GRADIENT, own, h, size)
+    place = place0 + piece[tiles.PIECE_AT] * down
+    where0, kt, vt = place + part[tiles.ORIGIN], across.ctypes.data, beyond.ctypes.data
+    st, dst = s.ctypes.data, ds.ctypes.data
+    exists = source[tiles.EXISTS] + b * source[tiles.EXISTS + 1] if source[tiles.EXISTS] else 0
     for run in range(max(draws, 1)):
-        first, length, offset = _run(keys, drawn, draws, block, run)
+        first, length, offset = tiles.run(keys, drawn, draws, block, run)
         for c in range(0, length, KEYS):
-            where = positions[START] + block * positions[STEP] + (offset + c) * apart
-            low, high = _seen(limits, where, apart, where0, where0 + (rows - 1) * down)
+            where = positions[tiles.START] + block * positions[tiles.STEP] + (offset + c) * apart
+            low, high = tiles.seen(limits, where, apart, where0, where0 + (rows - 1) * down)
             low, high = max(low, 0), min(high, length - c, KEYS)
             if low >= high:
                 continue
             key0 = first + (c + low) * stride
-            _turned(like, size, width, high - low, k + key0 * k_row * size, stride * k_row, kt, scale)
-            _turned(like, size, width, high - low, v + key0 * v_row * size, stride * v_row, vt, one)
-            height = _height(limits, high - low, where + low * apart, apart, where0, where0 + (rows - 1) * down)
+            transpose_scaled(like, size, width, high - low, k + key0 * k_row * size, stride * k_row, kt, scale)
+            transpose_scaled(like, size, width, high - low, v + key0 * v_row * size, stride * v_row, vt, one)
+            height = tiles.height(limits, high - low, where + low * apart, apart, where0, where0 + (rows - 1) * down)
             for r0 in range(0, rows, height):
                 many, query = min(height, rows - r0), where0 + r0 * down
-                column, count = _columns(limits, where, apart, query, down, many, low, high, lanes)
+                column, count = tiles.columns(limits, where, apart, query, down, many, low, high, lanes)
                 if count <= 0:
                     continue
                 key, padded, at = key0 + column * stride, -(-count // lanes) * lanes, low + column
@@ -113,11 +68,11 @@ def _backward_piece(
                 multiply(like[0], *tile, qt, down * q[1], kt + beside, KEYS, st, KEYS, size)
                 multiply(like[0], *tile, gt, down * dout[1], vt + beside, KEYS, dst, KEYS, size)
                 real = exists + key if exists else 0
-                _mask_tile(s, size, many, count, padded, limits, query, down, where + at * apart, apart,
-                           _mask_at(mask, block, piece[PIECE_ROW] + r0, offset + c + at, size),
+                tiles.mask_tile(s, size, many, count, padded, limits, query, down, where + at * apart, apart,
+                           tiles.mask_at(mask, block, piece[tiles.PIECE_ROW] + r0, offset + c + at, size),
                            real, stride)  # fmt: skip
-                number, step = _number(part, block, offset + c + at, key)
-                r = piece[PIECE_AT] + r0
+                number, step = tiles.number(part, block, offset + c + at, key)
+                r = piece[tiles.PIECE_AT] + r0
                 _score_gradients(s, ds, size, many, count, padded, base[r:], delta[r:], scale, instance, query, down,
                                  number, step, random)  # fmt: skip
                 # dq += ds·k, dk += dsᵀ·q, dv += wᵀ·dout
@@ -133,22 +88,22 @@ def _backward_selves(
     like, size, width, part, piece, source, b, h, own, q, dout, dq, place0, instance, scale, random, s, ds, base, delta
 ):  # fmt: skip
     """Rows that see one key each."""
-    lanes, nothing, keys = BYTES // size, like.dtype.type(-np.inf), _grid(part, PLACES)
-    (k, k_row), (v, v_row) = _of_head(source, KEY, b, h, size)
-    (dk, dk_row), (dv, dv_row) = _of_head(source, KEY_GRADIENT, own, h, size)
-    exists = source[EXISTS] + b * source[EXISTS + 1] if source[EXISTS] else 0
-    for i in range(piece[PIECE_ROWS]):
-        r, block = piece[PIECE_AT] + i * piece[PIECE_ROW], piece[PIECE_BLOCK] + i
-        key, here = keys[START] + block * keys[STEP], (place0 + r) * size
+    lanes, nothing, keys = BYTES // size, like.dtype.type(-np.inf), tiles.grid(part, tiles.PLACES)
+    (k, k_row), (v, v_row) = tiles.of_head(source, tiles.KEY, b, h, size)
+    (dk, dk_row), (dv, dv_row) = tiles.of_head(source, tiles.KEY_GRADIENT, own, h, size)
+    exists = source[tiles.EXISTS] + b * source[tiles.EXISTS + 1] if source[tiles.EXISTS] else 0
+    for i in range(piece[tiles.PIECE_ROWS]):
+        r, block = piece[tiles.PIECE_AT] + i * piece[tiles.PIECE_ROW], piece[tiles.PIECE_BLOCK] + i
+        key, here = keys[tiles.START] + block * keys[tiles.STEP], (place0 + r) * size
         if exists and byte_at(exists + key) == 0:
             continue
         fill_row(nothing, s.ctypes.data, lanes)
         qt, gt, kt = q[0] + here * q[1], dout[0] + here * dout[1], k + key * k_row * size
         s[0, 0] = dot(like[0], qt, kt, width) * scale
         ds[0, 0] = dot(like[0], gt, v + key * v_row * size, width)
-        number, step = _number(part, block, 0, key)
+        number, step = tiles.number(part, block, 0, key)
         _score_gradients(s, ds, size, 1, 1, lanes, base[r:], delta[r:], scale, instance,
-                         place0 + r + part[ORIGIN], 1, number, step, random)  # fmt: skip
+                         place0 + r + part[tiles.ORIGIN], 1, number, step, random)  # fmt: skip
         add_row(ds[0, 0], dq[0] + here * dq[1], kt, width)
         add_row(ds[0, 0], dk + key * dk_row * size, qt, width)
         add_row(s[0, 0], dv + key * dv_row * size, gt, width)
@@ -179,10 +134,10 @@ def _clear(like, size, width, sources, own, first, last):
     for s in range(len(sources)):
         source = sources[s]
         for at in range(2):
-            group = source[GROUP + at]
+            group = source[tiles.GROUP + at]
             for h in range(first // group * group, last, group):
-                start, row = _matrix(source, KEY_GRADIENT + 4 * at, group, own, h, size)
-                for place in range(source[ENTRIES]):
+                start, row = tiles.matrix(source, tiles.KEY_GRADIENT + 4 * at, group, own, h, size)
+                for place in range(source[tiles.ENTRIES]):
                     fill_row(like.dtype.type(0), start + place * row * size, width)
 
 
@@ -196,7 +151,7 @@ def backward(worker, workers, arguments):
     """
     (like, size, width, heads, tasks, bands, pieces, parts, drawn, queue, masks, sources, whole,
      q, out, dout, dq, lse, deltas, known, follows, scale, random, clear) = arguments[0]  # fmt: skip
-    scale, random = like.dtype.type(scale), _typed(like, random)
+    scale, random = like.dtype.type(scale), tiles.typed(like, random)
     across, beyond = np.empty((width, KEYS), like.dtype), np.empty((width, KEYS), like.dtype)  # keys, values
     s, ds = np.empty((ROWS, KEYS), like.dtype), np.empty((ROWS, KEYS), like.dtype)
     base, delta = np.empty(BAND, like.dtype), np.empty(BAND, like.dtype)
@@ -209,22 +164,22 @@ def backward(worker, workers, arguments):
             _clear(like, size, width, sources[0], own, tasks[task, 1], tasks[task, 2])
         for h in range(tasks[task, 1], tasks[task, 2]):
             g = b * heads + h
-            q_, out_ = _matrix(q, 0, 1, b, h, size), _matrix(out, 0, 1, b, h, size)
-            g_, dq_ = _matrix(dout, 0, 1, b, h, size), _matrix(dq, 0, 1, b, h, size)
+            q_, out_ = tiles.matrix(q, 0, 1, b, h, size), tiles.matrix(out, 0, 1, b, h, size)
+            g_, dq_ = tiles.matrix(dout, 0, 1, b, h, size), tiles.matrix(dq, 0, 1, b, h, size)
             for at in range(tasks[task, 3], tasks[task, 4]):
                 band = bands[at]
-                place, down = band[PLACE], band[DOWN]
-                fresh = band[FRESH] != 0 and not follows
-                _prepare_rows(like, size, width, out_, g_, dq_, lse[g], known, deltas[g], place, down, band[COUNT],
-                              fresh, base, delta)  # fmt: skip
-                for number in range(band[FIRST], band[BEHIND]):
+                place, down = band[tiles.PLACE], band[tiles.DOWN]
+                fresh = band[tiles.FRESH] != 0 and not follows
+                _prepare_rows(like, size, width, out_, g_, dq_, lse[g], known, deltas[g], place, down,
+                              band[tiles.COUNT], fresh, base, delta)  # fmt: skip
+                for number in range(band[tiles.FIRST], band[tiles.BEHIND]):
                     piece = pieces[number]
-                    part = parts[piece[PIECE_PART]]
-                    source = sources[whole[b, part[SOURCE]], part[SOURCE]]
-                    if part[SELF]:
+                    part = parts[piece[tiles.PIECE_PART]]
+                    source = sources[whole[b, part[tiles.SOURCE]], part[tiles.SOURCE]]
+                    if part[tiles.SELF]:
                         _backward_selves(like, size, width, part, piece, source, b, h, own, q_, g_, dq_, place,
                                          g, scale, random, s, ds, base, delta)  # fmt: skip
                     else:
-                        _backward_piece(like, size, width, part, piece, drawn, masks[piece[PIECE_PART]], source,
+                        _backward_piece(like, size, width, part, piece, drawn, masks[piece[tiles.PIECE_PART]], source,
                                         b, h, own, q_, g_, dq_, place, down, g, scale, random,
                                         across, beyond, s, ds, base, delta)  # fmt: skip

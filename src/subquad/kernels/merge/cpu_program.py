@@ -1,7 +1,7 @@
 """A plan as tables for the tile kernels: bands of query rows, and which parts each band has a share in.
 
 Parts whose queries stand equally far apart make a phase. A phase cuts the rows into bands, at the ends of the parts'
-blocks and at most `cpu_tiles.BAND` rows each; a piece is the share of one block of one part in a band. So a band goes
+blocks and at most BAND rows each; a piece is the share of one block of one part in a band. So a band goes
 through all parts of its phase at once. The first phase has every row of the tensor in some band, rows without a key
 too: what it lays down needs no memory that was cleared before.
 """
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from subquad.kernels.merge.cpu_tiles import BAND, DRAWS, FIELDS, PLACES, ROWS
+from subquad.kernels.merge.cpu_tiles import DRAWS, FIELDS, PLACES
 from subquad.kernels.merge.reference import SOURCE
+from subquad.kernels.running_softmax import BAND, ROWS
 from subquad.supports.parts import Part, Plan
 
 KEPT = 16  # things made of one plan: each length of a padded batch has a program of its own

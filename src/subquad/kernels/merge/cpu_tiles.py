@@ -14,15 +14,11 @@ from __future__ import annotations
 import numpy as np
 
 from subquad.core.hashing import chance, halves, stream
-from subquad.kernels.parallel import exp as exp_one
 from subquad.kernels.parallel import inline
-from subquad.kernels.vector_rows import add_row, byte_at, exp_row, fill_row
-from subquad.kernels.vectors import BYTES, largest, scale_row, turn_block
+from subquad.kernels.running_softmax import KEYS, ROWS
+from subquad.kernels.vector_rows import add_row, byte_at
 
-ROWS = 24  # of a tile: four times the rows of a product in registers
 EDGE = 12  # of a tile in which some rows see fewer keys than others: less is computed for nothing
-KEYS = 128  # of a tile
-BAND = 192  # rows of a band at most: they share the transposed keys
 
 
 START, BLOCKS, STEP, LENGTH, STRIDE = range(5)  # of a grid
@@ -35,74 +31,74 @@ FIRST, BEHIND, PLACE, DOWN, COUNT, FRESH = range(6)  # of a band
 
 
 @inline
-def _from(limits, which, query):
+def begin_of(limits, which, query):
     """The position at which an interval of a query begins."""
     at, span = query + limits[which], limits[SPAN]
     return at if span == 1 else at // span * span  # a division takes as long as a vector of products
 
 
 @inline
-def _to(limits, which, query):
+def end_of(limits, which, query):
     """The position at which it ends."""
     at, span = query + limits[which], limits[SPAN]
     return at if span == 1 else at // span * span + span - 1
 
 
 @inline
-def _keys_in(first, last, first_key, key_stride):
+def keys_in(first, last, first_key, key_stride):
     """The keys [low, high) that stand at positions in [first, last]."""
     low, high = first - first_key, last - first_key
     return (low, high + 1) if key_stride == 1 else (-(-low // key_stride), high // key_stride + 1)
 
 
 @inline
-def _seen(limits, first_key, key_stride, first, last):
+def seen(limits, first_key, key_stride, first, last):
     """The keys [low, high) that some query at a position in [first, last] may see."""
-    end = min(_to(limits, HI, last), last + limits[END])
-    return _keys_in(_from(limits, LO, first), end, first_key, key_stride)
+    end = min(end_of(limits, HI, last), last + limits[END])
+    return keys_in(begin_of(limits, LO, first), end, first_key, key_stride)
 
 
 @inline
-def _everything(limits, count, first_key, key_stride, first, last):
+def everything(limits, count, first_key, key_stride, first, last):
     """Does every query at a position in [first, last] see all of the keys?"""
     last_key = first_key + (count - 1) * key_stride
-    if _from(limits, LO, last) > first_key or min(_to(limits, HI, first), first + limits[END]) < last_key:
+    if begin_of(limits, LO, last) > first_key or min(end_of(limits, HI, first), first + limits[END]) < last_key:
         return False
-    return limits[XLO] > limits[XHI] or _to(limits, XHI, last) < first_key or _from(limits, XLO, first) > last_key
+    return limits[XLO] > limits[XHI] or end_of(limits, XHI, last) < first_key or begin_of(limits, XLO, first) > last_key
 
 
 @inline
-def _height(limits, count, first_key, key_stride, first, last):
+def height(limits, count, first_key, key_stride, first, last):
     """The rows of a tile, for queries at positions in [first, last]."""
-    return ROWS if _everything(limits, count, first_key, key_stride, first, last) else EDGE
+    return ROWS if everything(limits, count, first_key, key_stride, first, last) else EDGE
 
 
 @inline
-def _grid(part, at):
+def grid(part, at):
     return part[at], part[at + 1], part[at + 2], part[at + 3], part[at + 4]
 
 
 @inline
-def _limits(part):
+def limits(part):
     at = LIMITS
     return part[at], part[at + 1], part[at + 2], part[at + 3], part[at + 4], part[at + 5]
 
 
 @inline
-def _matrix(source, at, group, b, h, size):
+def matrix(source, at, group, b, h, size):
     """The address of a head's first place, and the stride of places."""
     return source[at] + (b * source[at + 1] + h // group * source[at + 2]) * size, source[at + 3]
 
 
 @inline
-def _of_head(source, at, b, h, size):
+def of_head(source, at, b, h, size):
     """Keys and values, or their gradients, of a head."""
-    keys = _matrix(source, at, source[GROUP], b, h, size)
-    return keys, _matrix(source, at + 4, source[GROUP + 1], b, h, size)
+    keys = matrix(source, at, source[GROUP], b, h, size)
+    return keys, matrix(source, at + 4, source[GROUP + 1], b, h, size)
 
 
 @inline
-def _run(keys, drawn, draws, block, number):
+def run(keys, drawn, draws, block, number):
     """Keys that stand in a row: (place of the first, how many, which key of the block the first is)."""
     if draws == 0:
         return keys[START] + block * keys[STEP], keys[LENGTH], 0
@@ -111,30 +107,30 @@ def _run(keys, drawn, draws, block, number):
 
 
 @inline
-def _columns(limits, first_key, key_stride, query, step, many, low, high, lanes):
+def columns(limits, first_key, key_stride, query, step, many, low, high, lanes):
     """The keys that a tile of `many` queries sees of [low, high): the first, on a boundary of vectors, and how many."""
-    first, last = _seen(limits, first_key, key_stride, query, query + (many - 1) * step)
+    first, last = seen(limits, first_key, key_stride, query, query + (many - 1) * step)
     first = max(first - low, 0) // lanes * lanes
     return first, min(last, high) - low - first
 
 
 @inline
-def _mask_row(row, count, limits, query, first_key, key_stride):
+def mask_row(row, count, limits, query, first_key, key_stride):
     """-inf for keys that the query does not see by the interval rule."""
     nothing = row.dtype.type(-np.inf)
-    low, high = _seen(limits, first_key, key_stride, query, query)
+    low, high = seen(limits, first_key, key_stride, query, query)
     for j in range(0, min(low, count)):
         row[j] = nothing
     for j in range(max(high, 0), count):
         row[j] = nothing
     if limits[XLO] <= limits[XHI]:
-        low, high = _keys_in(_from(limits, XLO, query), _to(limits, XHI, query), first_key, key_stride)
+        low, high = keys_in(begin_of(limits, XLO, query), end_of(limits, XHI, query), first_key, key_stride)
         for j in range(max(low, 0), min(high, count)):
             row[j] = nothing
 
 
 @inline
-def _mask_tile(s, size, many, count, padded, limits, query, step, first_key, key_stride, mask, exists, apart):
+def mask_tile(s, size, many, count, padded, limits, query, step, first_key, key_stride, mask, exists, apart):
     """The scores (many × count) of a tile: -inf where a key is not seen, by the interval, by a mask, or not there.
 
     mask: address of its first entry (0 = none) and stride of rows; exists: address of its first byte (0 = all exist).
@@ -143,9 +139,9 @@ def _mask_tile(s, size, many, count, padded, limits, query, step, first_key, key
     for i in range(many):
         for j in range(count, padded):
             s[i, j] = nothing
-    if not _everything(limits, count, first_key, key_stride, query, query + (many - 1) * step):
+    if not everything(limits, count, first_key, key_stride, query, query + (many - 1) * step):
         for i in range(many):
-            _mask_row(s[i], count, limits, query + i * step, first_key, key_stride)
+            mask_row(s[i], count, limits, query + i * step, first_key, key_stride)
     if mask[0]:  # 0 or -inf, also behind its last entry
         for i in range(many):
             add_row(s.dtype.type(1), s.ctypes.data + i * KEYS * size, mask[0] + i * mask[1] * size, padded)
@@ -157,7 +153,7 @@ def _mask_tile(s, size, many, count, padded, limits, query, step, first_key, key
 
 
 @inline
-def _drop(row, count, seed, instance, query, number, step, dropout, up):
+def drop(row, count, seed, instance, query, number, step, dropout, up):
     """Dropout by a hash of (seed, instance, query, key)."""
     low, high = halves(stream(seed, instance, query))
     zero = row.dtype.type(0)
@@ -166,23 +162,13 @@ def _drop(row, count, seed, instance, query, number, step, dropout, up):
 
 
 @inline
-def _turned(like, size, width, count, a, row, into, scale):
-    """scale · aᵀ: keys or values (count × width) as columns; up to a whole vector of them the last is repeated."""
-    lanes = BYTES // size
-    for j in range(0, count, lanes):
-        for t in range(0, width, lanes):
-            here, there = a + (j * row + t) * size, into + (t * KEYS + j) * size
-            turn_block(scale, min(count - j, lanes), here, row, there, KEYS)
-
-
-@inline
-def _typed(like, random):
+def typed(like, random):
     """(seed, dropout, factor of what is kept) in the types that they are compared and multiplied with."""
     return random[0], np.float32(random[1]), like.dtype.type(random[2])
 
 
 @inline
-def _mask_at(mask, block, row, column, size):
+def mask_at(mask, block, row, column, size):
     """The entry of a part's mask, (address, blocks, stride of blocks, stride of rows), and the stride of rows."""
     if mask[0] == 0:
         return 0, 0
@@ -190,63 +176,8 @@ def _mask_at(mask, block, row, column, size):
 
 
 @inline
-def _number(part, block, column, key):
+def number(part, block, column, key):
     """What dropout counts a key by, and the step to the next."""
     if part[NUMBERS + 2] == 0:  # where it is stored
         return part[NUMBERS] + key, part[PLACES + STRIDE]
     return part[NUMBERS] + block * part[NUMBERS + 1] + column * part[NUMBERS + 2], part[NUMBERS + 2]
-
-
-# ---- the state of rows -------------------------------------------------------------------------------------
-
-
-@inline
-def _take_row(like, size, width, out, lse, place, fresh, sums, r, top, total):
-    """The state of row r, from what earlier parts have left in out and lse."""
-    nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
-    top[r] = nothing if fresh else lse[place]
-    total[r] = zero if top[r] == nothing else one
-    if total[r] == zero:
-        fill_row(zero, sums + r * width * size, width)
-    else:
-        scale_row(one, sums + r * width * size, out, width)
-
-
-@inline
-def _lay_row(like, size, width, out, lse, place, sums, r, top, total):
-    """The state of row r into out and lse."""
-    nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
-    scale_row(one / total[r] if total[r] != zero else zero, out, sums + r * width * size, width)
-    lse[place] = top[r] + np.log(total[r]) if total[r] != zero else nothing
-
-
-@inline
-def _exponentiate(like, row, address, count, padded, top, total):
-    """Scores → exp(score - new top): the new (top, total), and by what the sums so far are multiplied."""
-    nothing, zero, one = like.dtype.type(-np.inf), like.dtype.type(0), like.dtype.type(1)
-    best = largest(like[0], address, padded)
-    new = best if best > top else top
-    if new == nothing:  # no key, or nothing but NaN
-        for j in range(count):
-            total += zero if row[j] == nothing else row[j]
-            row[j] = zero
-        return new, total, one
-    less = one
-    if new != top:
-        less = exp_one(top - new) if total != zero else zero
-    more = exp_row(new, address, padded)
-    return new, total * less + more, less
-
-
-@inline
-def _softmax_tile(like, size, width, s, many, count, padded, top, total, sums, r0):
-    """Scores of a tile → weights; the rows' sums so far follow their largest scores."""
-    one = like.dtype.type(1)
-    for i in range(many):
-        r = r0 + i
-        top[r], total[r], less = _exponentiate(
-            like, s[i], s.ctypes.data + i * KEYS * size, count, padded, top[r], total[r]
-        )
-        if less != one:
-            here = sums + r * width * size
-            scale_row(less, here, here, width)

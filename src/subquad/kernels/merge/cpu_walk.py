@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
+from subquad.kernels.matrices import fits, matrix
 from subquad.kernels.merge import cpu_backward, cpu_forward
 from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge.cpu_masks import kept_mask
 from subquad.kernels.merge.cpu_program import kept, program_of, together
 from subquad.kernels.parallel import launch
-from subquad.kernels.vectors import BYTES
 from subquad.kernels.workers import Described, queue
 from subquad.supports.parts import Plan
 
@@ -28,8 +28,7 @@ LEAST = 1 << 12  # pairs of a query and a key: fewer are not worth a task
 
 def takes(chosen: Rows, q: Tensor) -> bool:
     """Are there vectors of this type and width, and do all places go upwards?"""
-    fits = q.dtype in (torch.float32, torch.float64) and q.shape[-1] * q.element_size() % BYTES == 0
-    return fits and bool(chosen) and all(plan.goes_up for _, plan in chosen)
+    return fits(q) and bool(chosen) and all(plan.goes_up for _, plan in chosen)
 
 
 def forward(
@@ -51,8 +50,8 @@ def forward(
     with launch() as threads:
         work = _Work.of(chosen, q, threads)
         tables, _alive = work.tables(q, [*zip(keys, values, strict=True)], valid)
-        begins = (_matrix(first[0]), first[1].flatten(0, 1).numpy(), int(before is not None))
-        ends = (_matrix(q), _matrix(out), lse.flatten(0, 1).numpy(), *begins, *_numbers(scale, seed, dropout))
+        begins = (matrix(first[0]), first[1].flatten(0, 1).numpy(), int(before is not None))
+        ends = (matrix(q), matrix(out), lse.flatten(0, 1).numpy(), *begins, *_numbers(scale, seed, dropout))
         for begin in work.begins:
             cpu_forward.forward(threads, begin, queue(), *tables, *ends)
     return out, lse
@@ -93,7 +92,7 @@ def backward(
         pairs = [*zip(keys, values, strict=True)]
         dkv = [[make((shares * len(x), *x.shape[1:]), dtype=q.dtype) for x in pair] for pair in pairs]
         tables, _alive = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
-        ends = (*(_matrix(x) for x in (q, out, grad, dq)), *(x.flatten(0, 1).numpy() for x in (lse, sums.of)))
+        ends = (*(matrix(x) for x in (q, out, grad, dq)), *(x.flatten(0, 1).numpy() for x in (lse, sums.of)))
         about = (sums.known, int(onto is not None), *_numbers(scale, seed, dropout), clear)
         for begin in work.backward_begins(least, shares):
             cpu_backward.backward(threads, begin, queue(), *tables, *ends, *about)
@@ -199,7 +198,7 @@ class _Work:
 
     def _row(self, tensors: tuple[Tensor, ...]) -> list[int]:
         """One source: where its keys, values and their gradients are; see `cpu_tiles`."""
-        row = [number for x in tensors for number in _matrix(x)] + [0] * (4 * (4 - len(tensors)))
+        row = [number for x in tensors for number in matrix(x)] + [0] * (4 * (4 - len(tensors)))
         return [*row, 0, 0, *(self.heads // x.shape[1] for x in tensors[:2]), tensors[0].shape[2]]
 
     def _whole(self, q: Tensor, sources: int, exist: list[Tensor]) -> np.ndarray:
@@ -215,10 +214,6 @@ class _Work:
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------
-
-
-def _matrix(x: Tensor) -> tuple[int, int, int, int]:
-    return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)
 
 
 def _numbers(scale: float, seed: Tensor | None, dropout: float) -> tuple:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from subquad.core.hashing import chance, dropout_seed, halves, stream
 from subquad.kernels.merge.reference import SOURCE, key_places
-from subquad.kernels.merge.rows import grid_view
+from subquad.kernels.merge.views import grid_view
 from subquad.kernels.parallel import exp, kernel, run
 
 BLOCK = 1 << 19  # scores at a time

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
 from subquad.kernels import devices
+from subquad.kernels.matrices import ready
 from subquad.kernels.merge import rectangles, schedule
 from subquad.kernels.merge.reference import SOURCE
 from subquad.kernels.merge.rows import check
@@ -86,7 +87,7 @@ class Tables(NamedTuple):
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
     from subquad.kernels.merge import triton_tiles as tiles
 
-    work, shape = _ready(q), shapes(q.shape[3], q.dtype, devices.precision(q))["forward"]
+    work, shape = ready(q), shapes(q.shape[3], q.dtype, devices.precision(q))["forward"]
     passes = _query_tables(q, keys, values, support, which, n, lengths, shape)
     kind = torch.float32 if len(passes) > 1 else q.dtype  # between passes nothing is rounded
     out = torch.zeros(q.shape, dtype=kind, device=q.device)
@@ -108,7 +109,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
     from subquad.kernels.merge import triton_tiles as tiles
 
-    work, grad = _ready(q), _ready(grad.to(q.dtype))
+    work, grad = ready(q), ready(grad.to(q.dtype))
     delta = (grad.float() * out.float()).sum(-1)  # (B, H, r)
     lse, sizes = lse.float().contiguous(), shapes(q.shape[3], q.dtype, devices.precision(q))
     sources, common = _sources(keys, values, valid, q), _common(q, seed, dropout, support, which, n, valid)
@@ -151,15 +152,11 @@ def _launch(kernel, grid, shape: Shape, tensors, numbers, constants: dict[str, A
         kernel[grid](*tensors, *numbers, **constants, **options)
 
 
-def _ready(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _sources(keys, values, valid, q: Tensor) -> tuple[tuple[Any, ...], ...]:
     """The sources as the kernels take them. Keys and values of a source have the same number of heads."""
     found = []
     for number, (k, v) in enumerate(zip(keys, values, strict=True)):
-        k, v = _ready(k.to(q.dtype)), _ready(v.to(q.dtype))
+        k, v = ready(k.to(q.dtype)), ready(v.to(q.dtype))
         real = valid[number].view(torch.uint8) if valid else q  # (B or 1, 1, m); q stands for "none"
         step = real.stride(0) if valid and len(real) > 1 else 0
         group = q.shape[1] // k.shape[1]

@@ -1,17 +1,57 @@
-"""The operators `subquad::merge` and `subquad::merge_backward`: schema, shapes, derivative, FLOPs.
+"""The operators `subquad::merge` and `subquad::merge_backward`: entrance, schema, shapes, derivative, FLOPs.
 
 The reference runs on every device that has no kernel of its own; `cpu` and `cuda` register theirs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.eager import Eager
 from subquad.kernels.merge import cpu, cuda, reference
 from subquad.supports.support import plan_of
+
+
+def merge_attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    support: str,
+    which: str,
+    n: int,
+    *,
+    scale: float,
+    lengths: Tensor | None = None,
+    valid: Sequence[Tensor | None] = (),
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """One softmax per query over all the parts of a plan: the plan `which` of a support, for n tokens.
+
+    q (B, H, r, d), r the rows of the plan; keys[source], values[source] (B, H or H/g, m, d), each with its own number
+    of heads; lengths int64 (B,): batch element b follows the plan for lengths[b] tokens, and what lies behind gives 0;
+    valid[source] bool (B or 1, 1, m) or None, False = the key does not exist. A query that sees nothing gets 0.
+    `support` is the text of a support (`Support.text`). Half precision is computed in float32; on a GPU its products
+    are those of the tensor cores, summed in float32.
+    """
+    work = q.dtype if q.is_cuda else torch.promote_types(q.dtype, torch.float32)
+    masks = (
+        []
+        if all(x is None for x in valid)
+        else [_everyone(k) if x is None else x for x, k in zip(valid, keys, strict=True)]
+    )
+    tensors = [[x.to(work) for x in group] for group in ([q], keys, values)]
+    out, _ = eager_merge(tensors[0][0], *tensors[1:], masks, lengths, seed, support, which, n, scale, dropout)
+    return out.to(q.dtype)
+
+
+def _everyone(k: Tensor) -> Tensor:
+    return torch.ones(1, 1, k.shape[2], dtype=torch.bool, device=k.device)
 
 
 @torch.library.custom_op("subquad::merge", mutates_args=())
@@ -83,12 +123,8 @@ def _backward(ctx, grad, grad_lse):
     return dq, dkv[:m], dkv[m:], [None] * len(valid), *[None] * 7
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("merge_attention has no second derivative")
-
-
 merge.register_autograd(_backward, setup_context=_save)
-merge_backward.register_autograd(_no_second_derivative)
+merge_backward.register_autograd(no_second_derivative("merge_attention"))
 eager_merge = Eager(merge, cpu.forward, _save, _backward)
 _eager_backward = Eager(merge_backward, cpu.backward)
 

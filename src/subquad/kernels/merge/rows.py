@@ -1,4 +1,4 @@
-"""Which rows of a batch follow which plan, and blocks of a sequence as views."""
+"""Which rows of a batch follow which plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from subquad.supports.parts import Grid, Plan
+from subquad.supports.parts import Plan
 from subquad.supports.support import plan_of
 
 
@@ -41,13 +41,3 @@ def check(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], plan: Pla
         for source, reach in plan.reaches.items():
             if tensors[source].shape[2] < reach:
                 raise ValueError(f"{name}[{source}] has {tensors[source].shape[2]} keys, and {about} reaches {reach}")
-
-
-def grid_view(x: Tensor, grid: Grid) -> Tensor:
-    """The blocks of a sequence as a view: (G, n, d) → (G, blocks, length, d)."""
-    group, place, feature = x.stride()
-    return x.as_strided(
-        (x.shape[0], grid.blocks, grid.length, x.shape[2]),
-        (group, grid.step * place, grid.stride * place, feature),
-        x.storage_offset() + grid.start * place,
-    )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.mixture import cpu
 from subquad.kernels.mixture.cpu import SHARED, component
@@ -143,12 +144,8 @@ def _backward(ctx, grad, grad_outs, grad_lses):
     return dq, [dk, dv], found[:count], found[count:], *none, *[None] * 5
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("mixture_merge has no second derivative")
-
-
 mixture_merge.register_autograd(_backward, setup_context=_save)
-mixture_backward.register_autograd(_no_second_derivative)
+mixture_backward.register_autograd(no_second_derivative("mixture_merge"))
 
 
 def _pairs(support: str, sources: list[int], n: int) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.kernels.matrices import ready
 from subquad.kernels.merge import cpu_walk as walk
-from subquad.kernels.merge.cpu import _ready
 from subquad.kernels.merge.cpu_backward import WANTED
 from subquad.kernels.merge.rows import plans
 
@@ -39,12 +39,12 @@ class Chosen:
 
 def forward(chosen: Chosen, q, tokens, keys, values, exists, alive, parts: list[slice], scale: float):
     """The mean (B, H, n, d), all o_m (M, B, H, n, d) and l_m (M, B, H, n)."""
-    q, shared = _ready(q), [_ready(x) for x in tokens]
+    q, shared = ready(q), [ready(x) for x in tokens]
     before = walk.forward(chosen.shared, q, shared[:1], shared[1:], exists, scale)
     outs = walk.fresh(q, chosen.shared, len(parts))
     lses = q.new_full(outs.shape[:-1], -torch.inf)
     for m, part in enumerate(parts):
-        k, v = ([_ready(x) for x in xs[part]] for xs in (keys, values))
+        k, v = ([ready(x) for x in xs[part]] for xs in (keys, values))
         walk.forward(chosen.own[m], q, k, v, alive[part], scale, before=before, into=(outs[m], lses[m]))
     out = torch.lerp(outs[0], outs[1], 0.5) if len(parts) == 2 else outs.mean(0)
     return out, outs, lses
@@ -54,13 +54,13 @@ def backward(
     chosen: Chosen, grad, q, tokens, keys, values, exists, alive, outs, lses, parts: list[slice], scale: float
 ) -> list[Tensor]:
     """Gradients of q, the tokens' k and v, all keys, all values."""
-    grad, q, shared, count = _ready(grad), _ready(q), [_ready(x) for x in tokens], math.log(len(parts))
+    grad, q, shared, count = ready(grad), ready(q), [ready(x) for x in tokens], math.log(len(parts))
     deltas = torch.zeros_like(lses)  # dout·o_m
     dq: Tensor | None = None
     dkeys: list[Tensor] = []
     dvalues: list[Tensor] = []
     for m, part in enumerate(parts):
-        k, v = ([_ready(x) for x in xs[part]] for xs in (keys, values))
+        k, v = ([ready(x) for x in xs[part]] for xs in (keys, values))
         about: dict[str, Any] = {"deltas": walk.Deltas(deltas[m], WANTED), "onto": dq}
         found = walk.backward(chosen.own[m], grad, q, k, v, outs[m], lses[m] + count, alive[part], scale, **about)
         dq, size = found[0], len(k)

@@ -15,16 +15,7 @@ def takes(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.float64)
 
 
-def pool_backward(
-    grad: Tensor,
-    x: Tensor,
-    out: Tensor,
-    key_mask: Tensor | None,
-    lengths: Tensor | None,
-    size: int,
-    skip: int,
-    is_max: bool,
-) -> Tensor:
+def pool_backward(grad, x, out, key_mask, lengths, size, skip, is_max) -> Tensor:
     grad, x, out = (t.contiguous() for t in (grad, x, out))
     dx = torch.empty_like(x)
     ends = np.full(len(x), x.shape[2]) if lengths is None else lengths.numpy()

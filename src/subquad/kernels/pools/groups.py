@@ -17,6 +17,7 @@ from subquad.kernels.pools import lines
 from subquad.kernels.pools.node_max import eager_node_max
 from subquad.kernels.pools.nodes import binary_nodes
 from subquad.kernels.pools.shapes import anyone, others, pooled, prefixes
+from subquad.kernels.vectors import BYTES
 from subquad.supports.grids import has_groups
 
 _ROWS = {"row": others(3), "left": prefixes(3), "right": prefixes(3, backwards=True)}
@@ -36,14 +37,20 @@ def group_pool(x: Tensor, exists: Tensor | None, pool: str, kind: str, c: int, c
 
 def group_pools(xs: Sequence[Tensor], exists: Tensor | None, pool: str, kind: str, c: int, causal: bool):
     """`group_pool` of several tensors: in one pass, where a CPU has a kernel for it."""
-    n = xs[0].shape[2]
-    if pool != "max" or kind not in ("nodes", "column", "row") or is_symbolic(n) or not lines.takes(xs):
+    n, width = xs[0].shape[2:]
+    if pool != "max" or is_symbolic(n) or not lines.takes(xs):
         return [group_pool(x, exists, pool, kind, c, causal) for x in xs]
-    shape = (-(-n // c) - int(causal), c, kind == "column", kind == "column" and causal) if kind != "nodes" else ()
-    run = eager_node_max if kind == "nodes" else lines.eager_line_max
-    if all(x.shape == xs[0].shape for x in xs):
-        return run(list(xs), exists, *shape)
-    return [run([x], exists, *shape)[0] for x in xs]
+    spare = -width % (BYTES // xs[0].element_size())
+    if spare:  # up to whole vectors
+        filled = [F.pad(x, (0, spare)) for x in xs]
+        return [y[..., :width] for y in group_pools(filled, exists, pool, kind, c, causal)]
+    together = [[*xs]] if all(x.shape == xs[0].shape for x in xs) else [[x] for x in xs]
+    if kind == "nodes":
+        return [y for some in together for y in eager_node_max(some, exists)]
+    rows, aside = -(-n // c) - int(causal), kind in ("left", "right")
+    about = (rows, c, kind == "column", aside or (kind == "column" and causal), kind == "right")
+    found = [y for some in together for y in lines.eager_line_max(some, exists, *about)]
+    return [_place(y.unflatten(2, (rows, c)), kind) for y in found] if aside else found
 
 
 def groups_with_members(x: Tensor, exists: Tensor | None, kind: str, c: int, causal: bool) -> Tensor | None:
@@ -97,7 +104,7 @@ def pool_op(x: Tensor, exists: Tensor | None, pool: str, kind: str, c: int, caus
     """(B, H, n, d) → (B, H, n + c, d), 0 behind the groups there are; c is 0 with kind="nodes"."""
     out = x.new_zeros(*x.shape[:2], x.shape[2] + c, x.shape[3])
     if kind == "nodes" or has_groups(x.shape[2], c, kind):
-        found = _pool(x, exists, pool, kind, c, causal)
+        found = group_pools([x], exists, pool, kind, c, causal)[0]
         out[:, :, : found.shape[2]] = found
     return out
 
@@ -121,7 +128,7 @@ def _gradient(ctx, grad):
     if kind == "nodes" or has_groups(x.shape[2], c, kind):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            found = _pool(x, exists, pool, kind, c, causal)
+            found = group_pools([x], exists, pool, kind, c, causal)[0]
             (dx,) = torch.autograd.grad(found, x, grad[:, :, : found.shape[2]])
     return dx, *[None] * 5
 

@@ -1,8 +1,8 @@
 """`line_max`: maxima along the lines of a grid, its rows or its columns, on a CPU.
 
-Of every token either the maximum up to and including itself, or that of all others on its line. One pass over memory
-(two over what is in the cache), wherever the tokens stand: nothing is cut, filled up or copied before. Padding is no
-member, and what has no member is 0.
+Of every token either the maximum up to and including itself, from either end, or that of all others on its line. One
+pass over memory (two over what is in the cache), wherever the tokens stand: nothing is cut, filled up or copied before.
+Padding is no member, and what has no member is 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels import devices
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.eager import Eager
+from subquad.kernels.matrices import matrix, ready
 from subquad.kernels.parallel import inline
 from subquad.kernels.pools.max_rows import (
     gather_shares,
@@ -24,7 +27,6 @@ from subquad.kernels.pools.max_rows import (
     two_largest,
 )
 from subquad.kernels.vector_rows import add_row, fill_row
-from subquad.kernels.vectors import BYTES
 from subquad.kernels.workers import Workers, following, keep, queue
 
 WIDE = 8  # neighbouring columns that are walked together: their tokens stand side by side
@@ -32,23 +34,25 @@ X, OUT, GRAD, DX = 0, 4, 8, 12  # where a row of the table of matrices has what
 
 
 def takes(xs: Sequence[Tensor]) -> bool:
-    """On a CPU, of a type and a width that has vectors?"""
+    """On a CPU, of a type that has vectors?"""
     x = xs[0]
-    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    return fits and x.numel() > 0 and x.shape[3] * x.element_size() % BYTES == 0
+    return devices.is_host(x) and x.dtype in (torch.float32, torch.float64) and x.numel() > 0
 
 
 @torch.library.custom_op("subquad::line_max", mutates_args=(), device_types="cpu")
-def line_max(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool, running: bool) -> list[Tensor]:
+def line_max(
+    xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool, running: bool, backwards: bool
+) -> list[Tensor]:
     """xs (B, H, n, d), exists bool (B, 1, n) → for each a tensor (B, H, rows·cols, d), places row by row.
 
-    `down`: along the columns, else along the rows; `running`: up to and including oneself, else all others.
+    `down`: along the columns, else along the rows; `running`: up to and including oneself (`backwards`: from oneself
+    on), else all others.
     """
-    xs = [_ready(x) for x in xs]
+    xs = [ready(x) for x in xs]
     outs = [x.new_empty(*x.shape[:2], rows * cols, x.shape[3]) for x in xs]
-    table = [_matrix(x) + _matrix(out) for x, out in zip(xs, outs, strict=True)]
+    table = [matrix(x) + matrix(out) for x, out in zip(xs, outs, strict=True)]
     kernel = _running if running else _others
-    kernel.run(*_about(xs, exists, rows, cols, down), np.array(table, dtype=np.int64))
+    kernel.run(*_about(xs, exists, rows, cols, down, backwards), np.array(table, dtype=np.int64))
     return outs
 
 
@@ -62,64 +66,56 @@ def _line_max_backward(
     cols: int,
     down: bool,
     running: bool,
+    backwards: bool,
 ) -> list[Tensor]:
     """The latest of those that have a running maximum is paid for it; of others those who are equal share."""
-    grads, xs = [_ready(g) for g in grads], [_ready(x) for x in xs]
+    grads, xs = [ready(g) for g in grads], [ready(x) for x in xs]
     changes = [x.new_empty(x.shape) for x in xs]
     for dx in changes:
         dx[:, :, rows * cols :] = 0  # in no line
     every = zip(xs, outs, grads, changes, strict=True)
-    table = [[number for x in four for number in _matrix(x)] for four in every]
+    table = [[number for x in four for number in matrix(x)] for four in every]
     kernel = _running_backward if running else _others_backward
-    kernel.run(*_about(xs, exists, rows, cols, down), np.array(table, dtype=np.int64))
+    kernel.run(*_about(xs, exists, rows, cols, down, backwards), np.array(table, dtype=np.int64))
     return changes
 
 
 @line_max.register_fake
-def _(xs, exists, rows, cols, down, running):
+def _(xs, exists, rows, cols, *about):
     return [x.new_empty(*x.shape[:2], rows * cols, x.shape[3]) for x in xs]
 
 
 @_line_max_backward.register_fake
-def _(grads, xs, outs, exists, rows, cols, down, running):
+def _(grads, xs, *about):
     return [x.new_empty(x.shape) for x in xs]
 
 
-def _save(ctx, inputs, output):
+def save(ctx, inputs, output):
+    """For operators (several tensors, which tokens exist, …) → several tensors, and so is `gradient_by`."""
     xs, exists, *ctx.about = inputs
     ctx.save_for_backward(exists, *xs, *output)
 
 
-def _gradient(ctx, grads):
-    exists, *rest = ctx.saved_tensors
-    xs, outs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    grads = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outs, strict=True)]
-    return _eager_backward(grads, xs, outs, exists, *ctx.about), *[None] * 5
+def gradient_by(backward):
+    def gradient(ctx, grads):
+        exists, *rest = ctx.saved_tensors
+        xs, outs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        grads = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outs, strict=True)]
+        return backward(grads, xs, outs, exists, *ctx.about), *[None] * (1 + len(ctx.about))
+
+    return gradient
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("line_max has no second derivative")
-
-
-line_max.register_autograd(_gradient, setup_context=_save)
-_line_max_backward.register_autograd(_no_second_derivative)
-eager_line_max = Eager(line_max, line_max._init_fn, _save, _gradient)
-_eager_backward = Eager(_line_max_backward, _line_max_backward._init_fn)
+_gradient = gradient_by(Eager(_line_max_backward, _line_max_backward._init_fn))
+line_max.register_autograd(_gradient, setup_context=save)
+_line_max_backward.register_autograd(no_second_derivative("line_max"))
+eager_line_max = Eager(line_max, line_max._init_fn, save, _gradient)
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------
 
 
-def _ready(x: Tensor) -> Tensor:
-    """Features side by side."""
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
-def _matrix(x: Tensor) -> list[int]:
-    return [x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)]
-
-
-def _about(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool) -> tuple:
+def _about(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: bool, backwards: bool) -> tuple:
     """What every kernel is given first; `nobody` is the maximum of no one."""
     x = xs[0]
     like, real = np.zeros(1, x.numpy().dtype), np.zeros((1, 0), dtype=bool)
@@ -130,7 +126,7 @@ def _about(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: 
     packs = -(-lines // wide)
     tasks = len(xs) * len(x) * x.shape[1] * packs
     kind = (like, x.element_size(), x.shape[3], x.shape[1], x.shape[2])
-    shape = (packs, lines, 1 if down else cols, apart, length, wide)
+    shape = (packs, lines, 1 if down else cols, -apart if backwards else apart, length, wide)
     return (*kind, tasks, queue(), *shape, real, float(nobody))
 
 
@@ -138,7 +134,7 @@ def _about(xs: list[Tensor], exists: Tensor | None, rows: int, cols: int, down: 
 
 
 @inline
-def _at(matrices, t, which, b, h, place, size):
+def address(matrices, t, which, b, h, place, size):
     """The address of a token."""
     m = matrices[t]
     return m[which] + (b * m[which + 1] + h * m[which + 2] + place * m[which + 3]) * size
@@ -170,12 +166,13 @@ def _running(worker, workers, arguments):
         if task >= tasks:
             break
         t, b, h, start, many = _pack(task, instances, heads, packs, lines, beside, wide)
+        start += max(0, -apart) * (length - 1)  # backwards: the end of the line
         fill_row(lowest, so_far.ctypes.data, wide * width)
         for step in range(length):
             for w in range(many):
                 place, top = start + w * beside + step * apart, so_far.ctypes.data + w * width * size
-                x = _at(matrices, t, X, b, h, place, size) if _is_member(real, b, place, n) else top
-                running_row(nobody, top, x, _at(matrices, t, OUT, b, h, place, size), 0, 0, width)
+                x = address(matrices, t, X, b, h, place, size) if _is_member(real, b, place, n) else top
+                running_row(nobody, top, x, address(matrices, t, OUT, b, h, place, size), 0, 0, width)
     keep(so_far)
 
 
@@ -191,13 +188,14 @@ def _running_backward(worker, workers, arguments):
         if task >= tasks:
             break
         t, b, h, start, many = _pack(task, instances, heads, packs, lines, beside, wide)
+        start += max(0, -apart) * (length - 1)  # backwards: the end of the line
         fill_row(zero, pending.ctypes.data, wide * width)
         for step in range(length - 1, -1, -1):
             for w in range(many):
                 place, owed = start + w * beside + step * apart, pending.ctypes.data + w * width * size
-                grad, dx = (_at(matrices, t, GRAD, b, h, place, size), _at(matrices, t, DX, b, h, place, size))
+                grad, dx = (address(matrices, t, GRAD, b, h, place, size), address(matrices, t, DX, b, h, place, size))
                 if _is_member(real, b, place, n):
-                    x, out = _at(matrices, t, X, b, h, place, size), _at(matrices, t, OUT, b, h, place, size)
+                    x, out = address(matrices, t, X, b, h, place, size), address(matrices, t, OUT, b, h, place, size)
                     running_gradient(one, owed, grad, x, out, dx, width)
                 else:
                     add_row(one, owed, grad, width)
@@ -213,7 +211,7 @@ def _find_largest(like, size, width, matrices, t, b, h, start, apart, length, re
     for step in range(length):
         place = start + step * apart
         if _is_member(real, b, place, n):
-            two_largest(like[0], tops, _at(matrices, t, X, b, h, place, size), 0, 0, 0, width)
+            two_largest(like[0], tops, address(matrices, t, X, b, h, place, size), 0, 0, 0, width)
 
 
 @Workers
@@ -233,8 +231,8 @@ def _others(worker, workers, arguments):
             for step in range(length):
                 place = first + step * apart
                 member = _is_member(real, b, place, n)
-                x = _at(matrices, t, X, b, h, place, size) if member else absent.ctypes.data
-                others_row(nobody, at, x, _at(matrices, t, OUT, b, h, place, size), 0, 0, width)
+                x = address(matrices, t, X, b, h, place, size) if member else absent.ctypes.data
+                others_row(nobody, at, x, address(matrices, t, OUT, b, h, place, size), 0, 0, width)
     keep(tops, absent)
 
 
@@ -257,14 +255,14 @@ def _others_backward(worker, workers, arguments):
             for step in range(length):
                 place = first + step * apart
                 member = _is_member(real, b, place, n)
-                x = _at(matrices, t, X, b, h, place, size) if member else absent.ctypes.data
-                gather_shares(zero, at, x, _at(matrices, t, GRAD, b, h, place, size), sums, 0, width)
+                x = address(matrices, t, X, b, h, place, size) if member else absent.ctypes.data
+                gather_shares(zero, at, x, address(matrices, t, GRAD, b, h, place, size), sums, 0, width)
             for step in range(length):
                 place = first + step * apart
                 if place < n:
-                    dx = _at(matrices, t, DX, b, h, place, size)
+                    dx = address(matrices, t, DX, b, h, place, size)
                     if _is_member(real, b, place, n):
-                        pay_shares(zero, at, _at(matrices, t, X, b, h, place, size), sums, dx, 0, width)
+                        pay_shares(zero, at, address(matrices, t, X, b, h, place, size), sums, dx, 0, width)
                     else:
                         fill_row(zero, dx, width)
     keep(tops, absent, shares)

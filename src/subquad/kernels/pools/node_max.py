@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.eager import Eager
+from subquad.kernels.matrices import matrix, ready
 from subquad.kernels.parallel import inline
-from subquad.kernels.pools.lines import DX, GRAD, OUT, X, _at, _matrix, _ready
+from subquad.kernels.pools.lines import DX, GRAD, OUT, X, address, gradient_by, save
 from subquad.kernels.pools.max_rows import larger_of, pay_half
 from subquad.kernels.vector_rows import add_row, fill_row
 from subquad.kernels.vectors import scale_row
@@ -21,9 +23,9 @@ from subquad.kernels.workers import Workers, following, keep, queue
 @torch.library.custom_op("subquad::node_max", mutates_args=(), device_types="cpu")
 def node_max(xs: list[Tensor], exists: Tensor | None) -> list[Tensor]:
     """xs (B, H, n, d), exists bool (B, 1, n) → for each a tensor of its shape; see `nodes`."""
-    xs = [_ready(x) for x in xs]
+    xs = [ready(x) for x in xs]
     outs = [x.new_empty(x.shape) for x in xs]
-    table = [_matrix(x) + _matrix(out) for x, out in zip(xs, outs, strict=True)]
+    table = [matrix(x) + matrix(out) for x, out in zip(xs, outs, strict=True)]
     _pass.run(*_about(xs, exists), np.array(table, dtype=np.int64))
     return outs
 
@@ -33,10 +35,10 @@ def _node_max_backward(
     grads: list[Tensor], xs: list[Tensor], outs: list[Tensor], exists: Tensor | None
 ) -> list[Tensor]:
     """A maximum pays the half that has it; halves that are equal share."""
-    grads, xs = [_ready(g) for g in grads], [_ready(x) for x in xs]
+    grads, xs = [ready(g) for g in grads], [ready(x) for x in xs]
     changes = [x.new_empty(x.shape) for x in xs]
     every = zip(xs, outs, grads, changes, strict=True)
-    table = [[number for x in four for number in _matrix(x)] for four in every]
+    table = [[number for x in four for number in matrix(x)] for four in every]
     _pass_backward.run(*_about(xs, exists), np.array(table, dtype=np.int64))
     return changes
 
@@ -51,26 +53,10 @@ def _(grads, xs, outs, exists):
     return [x.new_empty(x.shape) for x in xs]
 
 
-def _save(ctx, inputs, output):
-    xs, exists = inputs
-    ctx.save_for_backward(exists, *xs, *output)
-
-
-def _gradient(ctx, grads):
-    exists, *rest = ctx.saved_tensors
-    xs, outs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    grads = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outs, strict=True)]
-    return _eager_backward(grads, xs, outs, exists), None
-
-
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("node_max has no second derivative")
-
-
-node_max.register_autograd(_gradient, setup_context=_save)
-_node_max_backward.register_autograd(_no_second_derivative)
-eager_node_max = Eager(node_max, node_max._init_fn, _save, _gradient)
-_eager_backward = Eager(_node_max_backward, _node_max_backward._init_fn)
+_gradient = gradient_by(Eager(_node_max_backward, _node_max_backward._init_fn))
+node_max.register_autograd(_gradient, setup_context=save)
+_node_max_backward.register_autograd(no_second_derivative("node_max"))
+eager_node_max = Eager(node_max, node_max._init_fn, save, _gradient)
 
 
 def _about(xs: list[Tensor], exists: Tensor | None) -> tuple:
@@ -109,16 +95,16 @@ def _pass(worker, workers, arguments):
         t, b, h = task // instances, task % instances // heads, task % instances % heads
         _find_alive(real, b, n, alive)
         for p in range(n):
-            out, here = _at(matrices, t, OUT, b, h, p, size), 0
+            out, here = address(matrices, t, OUT, b, h, p, size), 0
             if not alive[p]:
                 fill_row(zero, out, width)
                 continue
             if real.shape[1] == 0 or real[b % len(real), p]:
-                here = _at(matrices, t, X, b, h, p, size)  # the maximum so far: of the token alone
+                here = address(matrices, t, X, b, h, p, size)  # the maximum so far: of the token alone
             back = 1
             while (p + 1) & back == 0:
                 if alive[p - back]:
-                    left = _at(matrices, t, OUT, b, h, p - back, size)
+                    left = address(matrices, t, OUT, b, h, p - back, size)
                     if here == 0:
                         here = left
                     else:
@@ -144,30 +130,30 @@ def _pass_backward(worker, workers, arguments):
         t, b, h = task // instances, task % instances // heads, task % instances % heads
         _find_alive(real, b, n, alive)
         for p in range(n):
-            from_, dx = _at(matrices, t, GRAD, b, h, p, size), _at(matrices, t, DX, b, h, p, size)
+            from_, dx = address(matrices, t, GRAD, b, h, p, size), address(matrices, t, DX, b, h, p, size)
             if alive[p]:
                 scale_row(one, dx, from_, width)
             else:
                 fill_row(zero, dx, width)
         for p in range(n - 1, -1, -1):
             member, levels = real.shape[1] == 0 or real[b % len(real), p], 0
-            rights[0] = _at(matrices, t, X, b, h, p, size) if member else 0
+            rights[0] = address(matrices, t, X, b, h, p, size) if member else 0
             while (p + 1) & (1 << levels) == 0:
                 at = p - (1 << levels)
                 rights[levels + 1] = rights[levels]
                 if alive[at] and (p + 1) & (2 << levels) == 0:  # nobody asks for the largest
-                    left, here = _at(matrices, t, OUT, b, h, at, size), partial.ctypes.data + levels * width * size
+                    left, here = address(matrices, t, OUT, b, h, at, size), partial.ctypes.data + levels * width * size
                     if rights[levels] == 0:
                         rights[levels + 1] = left
                     else:
                         larger_of(one, left, rights[levels], here, 0, 0, width)
                         rights[levels + 1] = here
                 levels += 1
-            dx = _at(matrices, t, DX, b, h, p, size)
+            dx = address(matrices, t, DX, b, h, p, size)
             for level in range(levels - 1, -1, -1):
                 at = p - (1 << level)
                 if alive[at]:
-                    left, to = _at(matrices, t, OUT, b, h, at, size), _at(matrices, t, DX, b, h, at, size)
+                    left, to = address(matrices, t, OUT, b, h, at, size), address(matrices, t, DX, b, h, at, size)
                     if rights[level] == 0:
                         add_row(one, to, dx, width)
                         fill_row(zero, dx, width)

@@ -34,7 +34,7 @@ def pooled(x: Tensor, pool: str, exists: Tensor | None, reduce: Reduction) -> Te
 
 def anyone(exists: Tensor, reduce: Reduction) -> Tensor:
     """Which groups have a member at all: bool, shaped like the pool."""
-    return reduce(exists.float(), "max") > 0
+    return reduce(exists.float(), "sum") > 0
 
 
 def prefixes(dim: int, *, backwards: bool = False) -> Reduction:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels import devices
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.eager import Eager
 from subquad.kernels.pools import cpu
 
@@ -155,11 +156,7 @@ def _gradient(ctx, grad):
     return _eager_backward(grad, *ctx.saved_tensors, *ctx.about), *[None] * 5
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("span_pool has no second derivative")
-
-
 _pool.register_autograd(_gradient, setup_context=_save)
-_pool_backward.register_autograd(_no_second_derivative)
+_pool_backward.register_autograd(no_second_derivative("span_pool"))
 _eager_pool = Eager(_pool, _pool._init_fn, _save, _gradient)
 _eager_backward = Eager(_pool_backward, _cpu_backward)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.kernels.matrices import fits, matrix
 from subquad.kernels.parallel import inline
 from subquad.kernels.vector_rows import add_row, exp_row, fill_row, larger_row
 from subquad.kernels.vectors import BYTES, dot, largest, scale_row
@@ -18,8 +19,7 @@ from subquad.kernels.workers import Workers, following, queue
 def takes(*tensors: Tensor) -> bool:
     """On a CPU, of one type that has vectors, without gradients, and with as many heads each?"""
     x = tensors[0]
-    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    if not fits or torch.is_grad_enabled() or torch.compiler.is_compiling() or x.shape[3] * x.element_size() % BYTES:
+    if not fits(x) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return all(y.dtype == x.dtype and y.shape[1] == x.shape[1] and y.stride(3) == 1 for y in tensors)
 
@@ -39,13 +39,9 @@ def span_summaries(
     batch, heads, before, width = like.shape
     out = [torch.empty(batch, heads, count, width, dtype=like.dtype) for _ in range(3)]
     kind = (np.zeros(1, like.numpy().dtype), size_of, width, heads, batch * heads, count, size, before)
-    matrices = [tuple(_matrix(x) for x in group) for group in (past, new, out)]
+    matrices = [tuple(matrix(x) for x in group) for group in (past, new, out)]
     _summaries.run(*kind, queue(), *matrices, int(pool == "max"), float(scale))
     return out[0], out[1], out[2]
-
-
-def _matrix(x: Tensor) -> tuple[int, int, int, int]:
-    return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)
 
 
 @inline

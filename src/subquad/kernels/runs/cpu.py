@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from subquad.kernels import devices
+from subquad.kernels.matrices import fits, matrix
 from subquad.kernels.parallel import launch
 from subquad.kernels.runs import tiles as kernels
-from subquad.kernels.vectors import BYTES
 
 ROWS = 64  # queries of a task, if a tile has not more
-
-
-def takes(q: Tensor) -> bool:
-    """Are there vectors of this type and width?"""
-    kinds = (torch.float32, torch.float64)
-    return devices.is_host(q) and q.dtype in kinds and q.shape[-1] * q.element_size() % BYTES == 0
+takes = fits
 
 
 def covers(tiles: Tensor, n: int) -> bool:
@@ -64,7 +57,7 @@ def forward(
         work = _work(len(q), table, starts, threads, again)
         kernels.forward(
             threads, *_type(q), _most(table), work, table.numpy(), spans.numpy(), *_sources(sources, keys),
-            *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), _matrix(out),
+            *(_order(x) for x in orders), matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), matrix(out),
             lse.numpy(), scale, fresh,
         )  # fmt: skip
 
@@ -92,8 +85,8 @@ def backward(
         work = _work(len(q), table, starts, threads, True)
         kernels.backward(
             threads, *_type(q), _most(table), work, table.numpy(), spans.numpy(), *_sources(sources, keys),
-            *(_order(x) for x in orders), _matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), scale,
-            _matrix(grad), delta.numpy(), lse.numpy(), _matrix(dq), _matrices(dkeys), _matrices(dvalues), fresh,
+            *(_order(x) for x in orders), matrix(q), _matrices(keys), _matrices(values), _bias(bias, q), scale,
+            matrix(grad), delta.numpy(), lse.numpy(), matrix(dq), _matrices(dkeys), _matrices(dvalues), fresh,
             once,
         )  # fmt: skip
 
@@ -122,13 +115,8 @@ def _type(q: Tensor) -> tuple[np.ndarray, int, int]:
     return np.ones(1, q.numpy().dtype), q.element_size(), q.shape[2]
 
 
-def _matrix(x: Tensor) -> tuple[int, int, int]:
-    assert x.stride(2) == 1
-    return x.data_ptr(), x.stride(0), x.stride(1)
-
-
 def _matrices(found: Sequence[Tensor]) -> np.ndarray:
-    return np.array([_matrix(x) for x in found], dtype=np.int64)
+    return np.array([matrix(x) for x in found], dtype=np.int64)
 
 
 def _sources(sources: Sequence[int], keys: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.derivatives import no_second_derivative
+from subquad.kernels.matrices import ready
 from subquad.kernels.runs import cpu, reference
 
 EVERYTHING = 1 << 40  # `last` of a run whose keys all queries see; its negative, `self` of one that hides nobody
@@ -44,11 +46,6 @@ def attend_runs(
     about = (list(runs.sources), list(runs.sizes), scale, runs.pairs)
     out, lse = attention(dense[0][0], *dense[1:], bias, runs.tiles, runs.spans, *about)
     return out.to(q.dtype), lse
-
-
-def ready(x: Tensor) -> Tensor:
-    """With the entries of a row side by side."""
-    return x if x.stride(2) == 1 else x.contiguous()
 
 
 @torch.library.custom_op("subquad::runs", mutates_args=())
@@ -133,12 +130,8 @@ def _gradient(ctx, grad, dlse):
     return found[0], found[1 : 1 + m], found[1 + m :], *[None] * 7
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("attend_runs has no second derivative")
-
-
 attention.register_autograd(_gradient, setup_context=_save)
-attention_backward.register_autograd(_no_second_derivative)
+attention_backward.register_autograd(no_second_derivative("attend_runs"))
 
 
 @register_flop_formula(torch.ops.subquad.runs, get_raw=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels import devices
+from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.runs import cpu
 from subquad.kernels.selected import reference, visits
@@ -192,12 +193,8 @@ def _gradient(ctx, grad, grad_lse):
     return *selected_backward(grad, *ctx.saved_tensors, *ctx.about), *[None] * 5
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("selected_attention has no second derivative")
-
-
 selected.register_autograd(_gradient, setup_context=_save)
-selected_backward.register_autograd(_no_second_derivative)
+selected_backward.register_autograd(no_second_derivative("selected_attention"))
 
 
 def _pairs(chosen: Tensor, block: int) -> int:

@@ -1,7 +1,7 @@
 """Maxima along a dimension: running ones, and those of all others.
 
 torch.cummax keeps indices and runs one element at a time on a CPU. Here whole slices are worked on, the same code on
-every device; `cpu` has kernels that take one pass over memory.
+every device; on a CPU `pools.lines` takes one pass over memory.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-
-from subquad.kernels.maxima import cpu
 
 
 @torch.library.custom_op("subquad::running_max", mutates_args=())
@@ -24,12 +22,6 @@ def running_max(x: Tensor, dim: int, backwards: bool) -> Tensor:
     for (_, before), (here, now) in pairwise(slices):
         torch.maximum(before, here, out=now)
     return out
-
-
-@running_max.register_kernel("cpu")
-def _(x, dim, backwards):
-    run = cpu.running_max if cpu.takes(x) else running_max._init_fn
-    return run(x, dim, backwards)
 
 
 @running_max.register_fake
@@ -49,12 +41,6 @@ def running_max_backward(grad: Tensor, x: Tensor, out: Tensor, dim: int, backwar
         torch.mul(pending, set_here, out=d)
         pending.masked_fill_(set_here, 0)
     return dx
-
-
-@running_max_backward.register_kernel("cpu")
-def _(grad, x, out, dim, backwards):
-    run = cpu.running_max_backward if cpu.takes(x) else running_max_backward._init_fn
-    return run(grad, x, out, dim, backwards)
 
 
 @running_max_backward.register_fake
@@ -92,12 +78,6 @@ def others_max(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     return out.contiguous(), first, second
 
 
-@others_max.register_kernel("cpu")
-def _(x, dim):
-    run = cpu.others_max if cpu.takes(x) else others_max._init_fn
-    return run(x, dim)
-
-
 @others_max.register_fake
 def _(x, dim):
     size = [length for place, length in enumerate(x.shape) if place != dim]
@@ -119,12 +99,6 @@ def others_max_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, 
     for here, place in zip(x.unbind(dim), dx.unbind(dim), strict=True):
         torch.mul(for_first, here == first, out=place).addcmul_(for_second, (here == second).to(x.dtype))
     return dx
-
-
-@others_max_backward.register_kernel("cpu")
-def _(grad, x, first, second, dim):
-    run = cpu.others_max_backward if cpu.takes(x) else others_max_backward._init_fn
-    return run(grad, x, first, second, dim)
 
 
 @others_max_backward.register_fake
