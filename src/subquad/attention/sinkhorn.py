@@ -189,8 +189,10 @@ class Sinkhorn(Attention):
         place = torch.arange(n, device=q.device)
         for i in range(n):
             a = i // size
-            own = (place // size == a) & real & (place <= i if self.options.causal else place >= 0)  # (B, 1, n)
-            choices = [] if self.options.sortcut else [torch.diag_embed(own.expand(*q.shape[:2], n).to(work))]
+            block = place[a * size : (a + 1) * size, None]  # (s, 1)
+            seen = real & (place <= i if self.options.causal else place >= 0)  # (B, 1, n)
+            own = (block == place) & seen[:, :, None]  # (B, 1, s, n)
+            choices = [] if self.options.sortcut else [own.expand(*q.shape[:2], -1, -1).to(work)]
             for c in range(min(self.options.sortcut, len(blocks.sorting[0, 0]))) if self.options.sortcut else (a,):
                 spread = blocks.sorting[:, :, c][..., place // size] * real  # (B, H, n): the share of every token …
                 slot = place % size == torch.arange(size, device=q.device)[:, None]  # … in its slot, (s, n)

@@ -46,7 +46,7 @@ def long_is_causal(case: Case) -> None:
             ]
             after = case.run(module, changed)
         moved = (case.rows(after, before) - case.rows(base, before)).abs().flatten(1)
-        wrong = ~(moved <= 1e-12).all(1)  # the last bit may follow from the sizes of clusters
+        wrong = ~(moved <= 1e-12).all(1)  # a product over all tokens may round by its size
         if wrong.any():
             b, i = before.nonzero()[wrong][0].tolist()
             raise AssertionError(f"n={n}: tokens from {cuts[b]} on change output {i}")
