@@ -94,9 +94,14 @@ def streams(seed: Tensor, instances: Tensor, rows: Tensor) -> Tensor:
     return _mix(_mix(seed + _GAMMA * (instances + 1)) + _GAMMA * (rows + 1))
 
 
+def bits(state: Tensor, steps: Tensor) -> Tensor:
+    """Number `steps` of splitmix64's sequence of a stream, int64 tensors that broadcast: 64 bits."""
+    return _mix(state + _GAMMA * steps)
+
+
 def uniforms(state: Tensor, steps: Tensor) -> Tensor:
-    """Number `steps` of splitmix64's sequence of a stream, int64 tensors that broadcast: float64 in (0, 1]."""
-    return (_shift(_mix(state + _GAMMA * steps), 11).double() + 1) * 2.0**-53
+    """`bits` as float64 in (0, 1]."""
+    return (_shift(bits(state, steps), 11).double() + 1) * 2.0**-53
 
 
 def chances(state: Tensor, columns: Tensor) -> Tensor:

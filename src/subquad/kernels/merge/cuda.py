@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.merge import mirrored, reference
+from subquad.kernels.merge import beside, mirrored, reference
 from subquad.kernels.merge.padded import padded
 from subquad.supports.support import parse
 
@@ -17,6 +17,9 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
     halves = _halves(support, which, lengths, dropout)
     if halves is not None:
         return mirrored.forward(forward, halves, q, keys, values, valid, lengths, seed, support, n, scale, dropout)
+    pieces = None if lengths is None else parse(support).beside(which, n, lengths)
+    if pieces is not None:
+        return beside.forward(forward, pieces, q, keys, values, valid, lengths, seed, support, n, scale, dropout)
     rows = None if lengths is None else padded(q, keys, valid, lengths, support, which, dropout)
     if rows is not None:
         valid, lengths = rows.valid, None
@@ -36,6 +39,10 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
     if halves is not None:
         given = (grad, q, keys, values, out, lse, valid, lengths, seed, support, n, scale, dropout)
         return mirrored.backward(backward, halves, *given)
+    pieces = None if lengths is None else parse(support).beside(which, n, lengths)
+    if pieces is not None:
+        given = (grad, q, keys, values, out, lse, valid, lengths, seed, support, n, scale, dropout)
+        return beside.backward(backward, pieces, *given)
     rows = None if lengths is None else padded(q, keys, valid, lengths, support, which, dropout)
     if rows is not None:
         valid, lengths = rows.valid, None

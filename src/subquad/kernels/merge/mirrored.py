@@ -50,7 +50,7 @@ def forward(run: Forward, halves: tuple[str, str], q, keys, values, valid, lengt
     sources = [_turned(turn, x) for x in (keys, values)]
     out, lse = run(turn.to_end(q), *sources, _existing(turn, valid, keys), None, seed, support, halves[1], n, *rest)
     out, lse = turn.to_start(out), turn.to_start(lse)
-    return _merged(first, (out.masked_fill(turn.behind[..., None], 0), lse.masked_fill(turn.behind, -torch.inf)))
+    return merged(first, (out.masked_fill(turn.behind[..., None], 0), lse.masked_fill(turn.behind, -torch.inf)))
 
 
 def backward(
@@ -79,7 +79,7 @@ def _existing(turn: _Turn, valid: list[Tensor], keys: list[Tensor]) -> list[Tens
     return [*valid[:-1], turn.to_end(valid[-1].expand(turn.inside.shape)) & turn.inside]
 
 
-def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """One softmax over the keys of both."""
     (a, one), (b, other) = first, second
     total = torch.logaddexp(one, other)  # (B, H, n)
