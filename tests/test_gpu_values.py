@@ -117,10 +117,6 @@ def check_part(one, fewer: int) -> None:
         return
     own = seen_by_plan(plan_of(one.support, fewer, one.which), one)
     whole = seen_by_plan(plan_of(one.support, one.n, one.which), one)
-    if not part.is_numbered:  # a token that is a node of its own may be seen as either
-        for pairs in (own, whole):
-            pairs[0] += pairs[1] * (torch.eye(*pairs[1].shape, dtype=torch.int64).numpy())
-            pairs[1][range(one.rows), range(one.rows)] = 0
     for source, pairs in enumerate(whole):
         pairs[int(part.rows) :], pairs[:, int(part.keys[source]) :] = 0, 0
         assert (pairs == own[source]).all(), f"{one}: {fewer} tokens, source {source}"

@@ -31,7 +31,6 @@ class Within(NamedTuple):
 
     rows: Any
     keys: tuple[Any, ...]
-    is_numbered: bool = True  # keys have the same numbers in both, which dropout goes by
 
 
 @dataclass(frozen=True, kw_only=True)
