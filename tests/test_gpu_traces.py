@@ -144,21 +144,41 @@ def test_long_sequences_count_what_short_ones_do_not(name, options, few, no_auto
         assert bool(declared) == (few < N and "ste" not in options)
 
 
+OWN_SETS = [
+    ("star", {}), ("star", {"relay": "first"}), ("fixed", {"w": 4, "close": True, "heads": "union"}),
+    ("bigbird", {"block": 4}), ("logsparse", {}), ("random", {}), ("combiner-logsparse", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, options", OWN_SETS, ids=str)
+def test_padded_rows_with_sets_of_their_own_are_not_read(name, options, no_autocast, monkeypatch):
+    """Nor where sequences are long, or weights are dropped."""
+    monkeypatch.setattr(devices, "FEW", 0)
+    for causal in (True, False):
+        for dropout in (0.0, 0.1):
+            assert not check_waiting(name, causal, True, {**options, "dropout": dropout})
+
+
 @pytest.mark.parametrize("few", [N, N - 1])
-@pytest.mark.parametrize(
-    "name, options", [("star", {}), ("fixed", {"w": 4, "close": True}), ("logsparse", {})], ids=str
-)
-def test_long_padded_rows_with_sets_of_their_own_are_read(name, options, few, no_autocast, monkeypatch):
-    """Short ones have a mask that is made on the device, without dropout."""
+@pytest.mark.parametrize("name, options", OWN_SETS[:-1], ids=str)
+def test_other_maps_of_long_padded_rows(name, options, few, no_autocast, monkeypatch):
+    """Sets in blocks have a mask where rows are short; lists are made on the device."""
     monkeypatch.setattr(devices, "FEW", few)
     for dropout in (0.0, 0.1):
-        declared = check_waiting(name, False, True, {**options, "dropout": dropout})
-        assert bool(declared) == (few < N or dropout > 0)
+        declared = check_waiting(name, False, True, {**options, "map": "topk", "topk": 3, "dropout": dropout})
+        assert bool(declared) == (few < N and name not in ("logsparse", "random"))
 
 
-def test_a_mirrored_plan_is_read_with_dropout(no_autocast):
-    assert not check_waiting("combiner-logsparse", False, True, {})
-    assert check_waiting("combiner-logsparse", False, True, {"dropout": 0.1})
+@pytest.mark.parametrize("name, options", [("strided", {"w": 4}), *OWN_SETS[:-1]], ids=str)
+def test_masks_of_compiled_graphs_are_made_on_the_device(name, options, no_autocast, monkeypatch):
+    """There other maps have all pairs."""
+    monkeypatch.setattr(devices, "FEW", 0)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    attention = subquad.attention(name, num_heads=2, head_dim=8, causal=False, map="topk", topk=3, **options)
+    with fake_device(bodies=True) as moves:
+        q, k, v = (torch.empty(3, 2, N, 8, device="meta") for _ in range(3))
+        attention(q, k, v, key_mask=torch.empty(3, N, dtype=torch.bool, device="meta"))
+        assert not moves.found, f"{moves.found} move to the CPU"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import subquad
 from fake_gpu import as_on_a_gpu
-from merge_calls import asked, asked_by
+from merge_calls import Asked, asked, asked_by
 from subquad.attention.registry import mechanism
 from subquad.kernels import devices
 from subquad.kernels.clusters import aten as cluster_kernels
@@ -55,10 +55,14 @@ def test_the_way_of_long_sequences(name, monkeypatch):
 
 
 @pytest.mark.parametrize("few", [8, 1024])
-@pytest.mark.parametrize("name", ["sbm", "scatterbrain", "routing", "combiner-routing"])
+@pytest.mark.parametrize("name", ["sbm", "scatterbrain", "routing", "combiner-routing", "combiner-logsparse"])
 def test_the_same_is_dropped_as_on_a_cpu(name, few, monkeypatch):
     monkeypatch.setattr(devices, "FEW", few)
-    for case in cases(name, dropout=0.3):
+    check_dropped(name)
+
+
+def check_dropped(name: str, **options) -> None:
+    for case in cases(name, dropout=0.3, **options):
         module, mask = case.make(torch.float64).train(), masks(21)
         xs = [x.requires_grad_() for x in case.inputs(21, torch.float64, len(mask))]
         want = module(*xs, key_mask=mask, seed=torch.tensor(5))
@@ -89,22 +93,53 @@ def test_other_probability_maps(options):
         compare(case, 21, padded=True)
 
 
-@pytest.mark.parametrize(
-    "name, options",
-    [
-        ("star", {"w": 2}), ("star", {"w": 3, "relay": "first", "map": "topk", "topk": 2}), ("logsparse", {}),
-        ("fixed", {"w": 4, "close": True, "heads": "multihead"}),
-        ("fixed", {"w": 4, "close": True, "heads": "union", "map": "entmax"}),
-    ],
-    ids=str,
-)  # fmt: skip
+OWN_SETS = [
+    ("star", {"w": 2}), ("star", {"w": 3, "relay": "first", "map": "topk", "topk": 2}), ("logsparse", {}),
+    ("fixed", {"w": 4, "close": True, "heads": "multihead"}),
+    ("fixed", {"w": 4, "close": True, "heads": "union", "map": "entmax"}), ("bigbird", {"block": 2}),
+    ("bigbird", {"block": 3, "window_blocks": 1, "map": "topk", "topk": 2}), ("random", {"density": 0.4}),
+    ("random", {"density": 0.2, "heads": "union"}), ("random", {"map": "entmax"}), ("logsparse", {"map": "entmax"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, options", OWN_SETS, ids=str)
 def test_sets_that_depend_on_the_length(name, options, monkeypatch):
-    """Short sequences by a mask that is made on the device, long ones by the lengths that the host reads."""
+    """Short sequences, and long ones; the same is dropped as on a CPU."""
     for few in (8, 1024):
         monkeypatch.setattr(devices, "FEW", few)
         for case in cases(name, **options):
             for n in (1, 3, 21):
                 compare(case, n, padded=True)
+        check_dropped(name, **options)
+
+
+@pytest.mark.parametrize("name, options", [x for x in OWN_SETS if "map" in x[1]], ids=str)
+def test_masks_that_depend_on_the_length(name, options, monkeypatch):
+    """A compiled graph has masks of all lengths."""
+    monkeypatch.setattr(devices, "FEW", 8)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for case in cases(name, **options):
+        for n in (1, 3, 21):
+            compare(case, n, padded=True)
+
+
+@pytest.mark.parametrize("pattern", [patterns.Star(w=2), patterns.Star(w=40), drawn.BigBird(block=2)], ids=str)
+def test_pairs_beside_a_plan(pattern):
+    """`Support.beside`: together the pairs of the plan of every length, each of them once."""
+    n = 29
+    lengths = torch.arange(n + 1)
+    name, placed = pattern.beside("0", n, lengths)
+    one = Asked(pattern.text, name, n, n, (n,))
+    (common,) = seen_by_plan(plan_of(pattern.text, n, name), one)
+    for length in range(n + 1):
+        found = torch.from_numpy(common.copy())
+        found[length:], found[:, length:] = 0, 0
+        for piece in placed:
+            queries, keys = (x[length % len(x)] for x in piece[:2])
+            a, row, key = piece.seen[length].nonzero(as_tuple=True)
+            found.index_put_((queries[a, row], keys[a, key]), torch.tensor(1), accumulate=True)
+        assert torch.equal(found[:length, :length].bool(), pattern.mask(length) if length else found[:0, :0].bool())
+        assert found.max() <= 1 and found.sum() == found[:length, :length].sum()
 
 
 # ---- padded batches under one plan ----

@@ -56,7 +56,9 @@ class Random(Pattern):
 
     def masked(self, n, family, lengths):
         keys = self.listed(n, family, lengths)
-        return torch.zeros(*keys.shape[:2], n + 1, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)[..., :n]
+        return torch.zeros(*keys.shape[:2], n + 1, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)[
+            ..., :n
+        ]
 
     def rows(self, n, family, first, last):
         seen = np.zeros((n, n), dtype=bool)
