@@ -181,6 +181,36 @@ def test_masks_of_compiled_graphs_are_made_on_the_device(name, options, no_autoc
         assert not moves.found, f"{moves.found} move to the CPU"
 
 
+STREAMING = [name for name in subquad.available() if mechanism(name).capabilities.streaming]
+GIVEN = {"sbm": "how many edges it has drawn", "pattern": "the sets, which a function of torch makes"}
+
+
+@pytest.mark.parametrize("name", [name for name in STREAMING if name not in GIVEN])
+def test_streaming_does_not_wait_for_the_device(name, no_autocast):
+    """Without a key mask the host knows how long rows are: a prompt, short or long, and then some tokens, or one."""
+    about = {"causal": True, "max_length": 256, "batch_first": True, **mechanism(name).examples[0]}
+    layer = subquad.MultiheadAttention(WIDTH, 4, attention=name, **about).eval()
+    for sizes in ((8, 1), (20, 24, 1)):
+        with fake_device(bodies=True) as moves, torch.no_grad():
+            state = on_fake_gpu(layer, "meta").start(2, rollback=0)
+            for t in sizes:
+                out, state = layer.extend(torch.empty(2, t, WIDTH, device="meta"), state)
+                assert out.shape == (2, t, WIDTH)
+            assert not moves.found, f"{moves.found} move to the CPU"
+
+
+@pytest.mark.parametrize("name", subquad.available())
+def test_a_few_tokens_stay_on_the_device(name, no_autocast):
+    """Some sources of keys are empty there."""
+    options = {"causal": directions(name)[0], "max_length": 128, "batch_first": True, **mechanism(name).examples[0]}
+    layer = subquad.MultiheadAttention(WIDTH, 4, attention=name, **options)
+    with fake_device(bodies=True) as moves, torch.no_grad():
+        for n in (1, 8):
+            x = torch.empty(2, n, WIDTH, device="meta")
+            assert on_fake_gpu(layer, "meta")(x, x, x, need_weights=False)[0].shape == x.shape
+        assert not moves.found, f"{moves.found} move to the CPU"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", subquad.available())
 def test_operators_do_not_wait_with_any_example(name, no_autocast):

@@ -23,6 +23,7 @@ from subquad.supports import binary, drawn, patterns
 from subquad.supports.support import parse, plan_of
 from subquad.testing import cases
 from subquad.testing.case import Case, close, gradient_names, gradients, masks
+from subquad.testing.streaming import streams_in_any_split
 from test_gpu_merge import seen_by_plan, tensors
 
 
@@ -140,6 +141,13 @@ def test_pairs_beside_a_plan(pattern):
             found.index_put_((queries[a, row], keys[a, key]), torch.tensor(1), accumulate=True)
         assert torch.equal(found[:length, :length].bool(), pattern.mask(length) if length else found[:0, :0].bool())
         assert found.max() <= 1 and found.sum() == found[:length, :length].sum()
+
+
+@pytest.mark.parametrize("name", [name for name in subquad.available() if mechanism(name).capabilities.streaming])
+def test_streaming(name):
+    for case in cases(name, causal=True, **mechanism(name).examples[0]):
+        with as_on_a_gpu():
+            streams_in_any_split(case)
 
 
 # ---- padded batches under one plan ----

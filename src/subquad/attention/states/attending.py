@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.kernels.values import readable
+
 Map = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -51,12 +53,12 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: list[slice], scale: float
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
     grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
-    compiling = torch.compiler.is_compiling()
-    if not compiling and bool(seen.all()):
+    looks = readable(seen)
+    if looks and bool(seen.all()):
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, **grouped)
         return _lost(out, q)
     empty = ~seen.any(-1, keepdim=True)  # (B, H or 1, t, 1)
-    if not compiling and not bool(empty.any()):
+    if looks and not bool(empty.any()):
         return _lost(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, **grouped), q)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | empty, scale=scale, **grouped)
     return _lost(out, q).masked_fill(empty, 0)

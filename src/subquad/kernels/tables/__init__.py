@@ -231,13 +231,19 @@ def _(like, lengths, support, families, n):
 # ---- the keys of a few queries ------------------------------------------------------------------------------
 
 
-def named_keys(position: Tensor, pattern: Pattern, families: tuple[int, ...], room: int) -> Tensor:
+def named_keys(
+    position: Tensor, pattern: Pattern, families: tuple[int, ...], room: int, first: int | None = None
+) -> Tensor:
     """The keys that a causal pattern names for queries at `position` (B, t): int64 (B, families, t, m), -1 = none.
 
-    m is the length of the longest list; in a compiled graph that of all queries before position `room`.
+    m is the length of the longest list; in a compiled graph that of all queries before position `room`. `first`: the
+    first position of all rows, where the host knows it.
     """
+    if first is not None:
+        lists = _listed(np.arange(first, first + position.shape[1])[None], pattern, families, 0)
+        return _given(lists, position).expand(len(position), -1, -1, -1)
     if not torch.compiler.is_compiling():
-        return _listed(position, pattern, families, 0)
+        return _given(_listed(position.cpu().numpy(), pattern, families, 0), position)
     text = text_of(pattern)
     return _named(position.clamp(max=room - 1), text, list(families), most_named(text, families, room))
 
@@ -257,16 +263,15 @@ def _most_named(pattern: Pattern, families: tuple[int, ...], n: int) -> int:
 
 @torch.library.custom_op("subquad::named_keys", mutates_args=())
 def _named(position: Tensor, support: str, families: list[int], width: int) -> Tensor:
-    return _listed(position, cast(Pattern, parse(support)), families, width)
+    return _given(_listed(position.cpu().numpy(), cast(Pattern, parse(support)), families, width), position)
 
 
-def _listed(position: Tensor, pattern: Pattern, families: Sequence[int], width: int) -> Tensor:
+def _listed(i: np.ndarray, pattern: Pattern, families: Sequence[int], width: int) -> np.ndarray:
     """The lists of named keys, `width` of them or, where that is 0, as many as the longest has."""
-    i = position.cpu().numpy()
     lists = [pattern.named(_family(f), i) for f in families]
     most = width or max(x.shape[-1] for x in lists)
     wide = [np.pad(x, ((0, 0), (0, 0), (0, most - x.shape[-1])), constant_values=-1) for x in lists]
-    return torch.from_numpy(np.stack(wide, 1)).to(position.device, torch.int64)
+    return np.stack(wide, 1).astype(np.int64)
 
 
 @_named.register_fake
