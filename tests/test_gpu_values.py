@@ -143,11 +143,21 @@ def test_pairs_beside_a_plan(pattern):
         assert found.max() <= 1 and found.sum() == found[:length, :length].sum()
 
 
-@pytest.mark.parametrize("name", [name for name in subquad.available() if mechanism(name).capabilities.streaming])
-def test_streaming(name):
+def check_streaming(name: str) -> None:
     for case in cases(name, causal=True, **mechanism(name).examples[0]):
         with as_on_a_gpu():
             streams_in_any_split(case)
+
+
+@pytest.mark.parametrize("name", ["longformer", "bigbird", "combiner-fixed", "composite-slice"])
+def test_streaming(name):
+    check_streaming(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in subquad.available() if mechanism(name).capabilities.streaming])
+def test_streaming_of_every_mechanism(name):
+    check_streaming(name)
 
 
 # ---- padded batches under one plan ----
