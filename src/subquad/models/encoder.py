@@ -129,7 +129,7 @@ class Stack(SubquadPreTrainedModel):
             packing = without_gaps(key_mask)
         else:
             shape = (x.shape[0], x.shape[1])
-            about = {"pad_left": cache is not None, "device": x.device}
+            about: dict[str, Any] = {"pad_left": cache is not None, "device": x.device}
             packing = packing_of(shape, key_mask, position_ids, cu_seqlens, **about)
         if cache is None:
             self._check_length(x.shape[1] if packing is None else packing.longest)

@@ -85,11 +85,12 @@ def _draw_some(state: Tensor, base: Tensor, wanted: Tensor, most: int) -> Tensor
 
 def draw_few_on_device(bits: Tensor, sizes: Tensor) -> Tensor:
     """`draw_few` of sizes (…, A), with the random bits of every step, (A, count): (…, A, count), -1 = none."""
-    count, taken = bits.shape[1], []
+    count = bits.shape[1]
+    taken: list[Tensor] = []
     first = (sizes - count).clamp(min=0)
     for step in range(count):
         pick = modulo(bits[:, step], first + step + 1)
-        for other in taken[:step]:
+        for other in taken:
             pick = torch.where(pick == other, -1, pick)
         taken.append(torch.where(pick < 0, first + step, pick))
     found = torch.stack(taken, -1)

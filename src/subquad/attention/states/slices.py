@@ -196,7 +196,7 @@ class _Scale:
         many = news.x.shape[1] // size + 1
         inner = None if news.before is None else news.before // size
         if inner is not None:
-            many = (news.before + news.x.shape[1]) // size - inner
+            many = news.longest // size - inner
         elif not torch.compiler.is_compiling():
             many = int((stop - first).max())
         if many:
