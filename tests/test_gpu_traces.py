@@ -144,21 +144,71 @@ def test_long_sequences_count_what_short_ones_do_not(name, options, few, no_auto
         assert bool(declared) == (few < N and "ste" not in options)
 
 
+OWN_SETS = [
+    ("star", {}), ("star", {"relay": "first"}), ("fixed", {"w": 4, "close": True, "heads": "union"}),
+    ("bigbird", {"block": 4}), ("logsparse", {}), ("random", {}), ("combiner-logsparse", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, options", OWN_SETS, ids=str)
+def test_padded_rows_with_sets_of_their_own_are_not_read(name, options, no_autocast, monkeypatch):
+    """Nor where sequences are long, or weights are dropped."""
+    monkeypatch.setattr(devices, "FEW", 0)
+    for causal in (True, False):
+        for dropout in (0.0, 0.1):
+            assert not check_waiting(name, causal, True, {**options, "dropout": dropout})
+
+
 @pytest.mark.parametrize("few", [N, N - 1])
-@pytest.mark.parametrize(
-    "name, options", [("star", {}), ("fixed", {"w": 4, "close": True}), ("logsparse", {})], ids=str
-)
-def test_long_padded_rows_with_sets_of_their_own_are_read(name, options, few, no_autocast, monkeypatch):
-    """Short ones have a mask that is made on the device, without dropout."""
+@pytest.mark.parametrize("name, options", OWN_SETS[:-1], ids=str)
+def test_other_maps_of_long_padded_rows(name, options, few, no_autocast, monkeypatch):
+    """Sets in blocks have a mask where rows are short; lists are made on the device."""
     monkeypatch.setattr(devices, "FEW", few)
     for dropout in (0.0, 0.1):
-        declared = check_waiting(name, False, True, {**options, "dropout": dropout})
-        assert bool(declared) == (few < N or dropout > 0)
+        declared = check_waiting(name, False, True, {**options, "map": "topk", "topk": 3, "dropout": dropout})
+        assert bool(declared) == (few < N and name not in ("logsparse", "random"))
 
 
-def test_a_mirrored_plan_is_read_with_dropout(no_autocast):
-    assert not check_waiting("combiner-logsparse", False, True, {})
-    assert check_waiting("combiner-logsparse", False, True, {"dropout": 0.1})
+@pytest.mark.parametrize("name, options", [("strided", {"w": 4}), *OWN_SETS[:-1]], ids=str)
+def test_masks_of_compiled_graphs_are_made_on_the_device(name, options, no_autocast, monkeypatch):
+    """There other maps have all pairs."""
+    monkeypatch.setattr(devices, "FEW", 0)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    attention = subquad.attention(name, num_heads=2, head_dim=8, causal=False, map="topk", topk=3, **options)
+    with fake_device(bodies=True) as moves:
+        q, k, v = (torch.empty(3, 2, N, 8, device="meta") for _ in range(3))
+        attention(q, k, v, key_mask=torch.empty(3, N, dtype=torch.bool, device="meta"))
+        assert not moves.found, f"{moves.found} move to the CPU"
+
+
+OTHERS = ("sbm", "pattern")  # sbm reads how many edges it has drawn; without contents a user's function makes no sets
+STREAMING = [name for name in subquad.available() if mechanism(name).capabilities.streaming and name not in OTHERS]
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_streaming_does_not_wait_for_the_device(name, no_autocast):
+    """Without a key mask the host knows how long rows are: a prompt, short or long, and then some tokens, or one."""
+    about = {"causal": True, "max_length": 256, "batch_first": True, **mechanism(name).examples[0]}
+    layer = subquad.MultiheadAttention(WIDTH, 4, attention=name, **about).eval()
+    for sizes in ((8, 1), (20, 24, 1)):
+        with fake_device(bodies=True) as moves, torch.no_grad():
+            state = on_fake_gpu(layer, "meta").start(2, rollback=0)
+            for t in sizes:
+                out, state = layer.extend(torch.empty(2, t, WIDTH, device="meta"), state)
+                assert out.shape == (2, t, WIDTH)
+            assert not moves.found, f"{moves.found} move to the CPU"
+
+
+@pytest.mark.parametrize("name", subquad.available())
+def test_a_few_tokens_stay_on_the_device(name, no_autocast):
+    """Some sources of keys are empty there."""
+    options = {"causal": directions(name)[0], "max_length": 128, "batch_first": True, **mechanism(name).examples[0]}
+    layer = subquad.MultiheadAttention(WIDTH, 4, attention=name, **options)
+    with fake_device(bodies=True) as moves, torch.no_grad():
+        for n in (1, 8):
+            x = torch.empty(2, n, WIDTH, device="meta")
+            assert on_fake_gpu(layer, "meta")(x, x, x, need_weights=False)[0].shape == x.shape
+        assert not moves.found, f"{moves.found} move to the CPU"
 
 
 @pytest.mark.slow
@@ -219,6 +269,14 @@ def test_a_padded_model_does_not_wait_for_the_device(head, no_autocast):
         return logits_of(model, head, "meta", attention_mask=mask)
 
     trace_backward(make_model(head), output, bodies=True)
+
+
+@pytest.mark.parametrize("head", ["causal-lm", "masked-lm", "sequence", "token"])
+def test_packed_batches_with_starts_on_the_host_do_not_wait(head, no_autocast):
+    """Tensors of "meta" have no contents: whoever reads one fails. The starts have some."""
+    starts, ids = torch.tensor([0, 20, 21, 50, N]), torch.zeros(1, N, dtype=torch.long, device="meta")
+    logits = make_model(head).to("meta")(ids, cu_seqlens=starts).logits
+    assert logits.device.type == "meta" and logits.shape[0] == (4 if head == "sequence" else 1)
 
 
 class Captured(Exception):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import subquad
 from fake_gpu import as_on_a_gpu
-from merge_calls import asked, asked_by
+from merge_calls import Asked, asked, asked_by
 from subquad.attention.registry import mechanism
 from subquad.kernels import devices
 from subquad.kernels.clusters import aten as cluster_kernels
@@ -23,6 +23,7 @@ from subquad.supports import binary, drawn, patterns
 from subquad.supports.support import parse, plan_of
 from subquad.testing import cases
 from subquad.testing.case import Case, close, gradient_names, gradients, masks
+from subquad.testing.streaming import streams_in_any_split
 from test_gpu_merge import seen_by_plan, tensors
 
 
@@ -55,10 +56,14 @@ def test_the_way_of_long_sequences(name, monkeypatch):
 
 
 @pytest.mark.parametrize("few", [8, 1024])
-@pytest.mark.parametrize("name", ["sbm", "scatterbrain", "routing", "combiner-routing"])
+@pytest.mark.parametrize("name", ["sbm", "scatterbrain", "routing", "combiner-routing", "combiner-logsparse"])
 def test_the_same_is_dropped_as_on_a_cpu(name, few, monkeypatch):
     monkeypatch.setattr(devices, "FEW", few)
-    for case in cases(name, dropout=0.3):
+    check_dropped(name)
+
+
+def check_dropped(name: str, **options) -> None:
+    for case in cases(name, dropout=0.3, **options):
         module, mask = case.make(torch.float64).train(), masks(21)
         xs = [x.requires_grad_() for x in case.inputs(21, torch.float64, len(mask))]
         want = module(*xs, key_mask=mask, seed=torch.tensor(5))
@@ -89,22 +94,70 @@ def test_other_probability_maps(options):
         compare(case, 21, padded=True)
 
 
-@pytest.mark.parametrize(
-    "name, options",
-    [
-        ("star", {"w": 2}), ("star", {"w": 3, "relay": "first", "map": "topk", "topk": 2}), ("logsparse", {}),
-        ("fixed", {"w": 4, "close": True, "heads": "multihead"}),
-        ("fixed", {"w": 4, "close": True, "heads": "union", "map": "entmax"}),
-    ],
-    ids=str,
-)  # fmt: skip
+OWN_SETS = [
+    ("star", {"w": 2}), ("star", {"w": 3, "relay": "first", "map": "topk", "topk": 2}), ("logsparse", {}),
+    ("fixed", {"w": 4, "close": True, "heads": "multihead"}),
+    ("fixed", {"w": 4, "close": True, "heads": "union", "map": "entmax"}), ("bigbird", {"block": 2}),
+    ("bigbird", {"block": 3, "window_blocks": 1, "map": "topk", "topk": 2}), ("random", {"density": 0.4}),
+    ("random", {"density": 0.2, "heads": "union"}), ("random", {"map": "entmax"}), ("logsparse", {"map": "entmax"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, options", OWN_SETS, ids=str)
 def test_sets_that_depend_on_the_length(name, options, monkeypatch):
-    """Short sequences by a mask that is made on the device, long ones by the lengths that the host reads."""
+    """Short sequences, and long ones; the same is dropped as on a CPU."""
     for few in (8, 1024):
         monkeypatch.setattr(devices, "FEW", few)
         for case in cases(name, **options):
             for n in (1, 3, 21):
                 compare(case, n, padded=True)
+        check_dropped(name, **options)
+
+
+@pytest.mark.parametrize("name, options", [x for x in OWN_SETS if "map" in x[1]], ids=str)
+def test_masks_that_depend_on_the_length(name, options, monkeypatch):
+    """A compiled graph has masks of all lengths."""
+    monkeypatch.setattr(devices, "FEW", 8)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for case in cases(name, **options):
+        for n in (1, 3, 21):
+            compare(case, n, padded=True)
+
+
+@pytest.mark.parametrize("pattern", [patterns.Star(w=2), patterns.Star(w=40), drawn.BigBird(block=2)], ids=str)
+def test_pairs_beside_a_plan(pattern):
+    """`Support.beside`: together the pairs of the plan of every length, each of them once."""
+    n = 29
+    lengths = torch.arange(n + 1)
+    name, placed = pattern.beside("0", n, lengths)
+    one = Asked(pattern.text, name, n, n, (n,))
+    (common,) = seen_by_plan(plan_of(pattern.text, n, name), one)
+    for length in range(n + 1):
+        found = torch.from_numpy(common.copy())
+        found[length:], found[:, length:] = 0, 0
+        for piece in placed:
+            queries, keys = (x[length % len(x)] for x in piece[:2])
+            a, row, key = piece.seen[length].nonzero(as_tuple=True)
+            found.index_put_((queries[a, row], keys[a, key]), torch.tensor(1), accumulate=True)
+        assert torch.equal(found[:length, :length].bool(), pattern.mask(length) if length else found[:0, :0].bool())
+        assert found.max() <= 1 and found.sum() == found[:length, :length].sum()
+
+
+def check_streaming(name: str) -> None:
+    for case in cases(name, causal=True, **mechanism(name).examples[0]):
+        with as_on_a_gpu():
+            streams_in_any_split(case)
+
+
+@pytest.mark.parametrize("name", ["longformer", "bigbird", "combiner-fixed", "composite-slice"])
+def test_streaming(name):
+    check_streaming(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in subquad.available() if mechanism(name).capabilities.streaming])
+def test_streaming_of_every_mechanism(name):
+    check_streaming(name)
 
 
 # ---- padded batches under one plan ----
@@ -117,10 +170,6 @@ def check_part(one, fewer: int) -> None:
         return
     own = seen_by_plan(plan_of(one.support, fewer, one.which), one)
     whole = seen_by_plan(plan_of(one.support, one.n, one.which), one)
-    if not part.is_numbered:  # a token that is a node of its own may be seen as either
-        for pairs in (own, whole):
-            pairs[0] += pairs[1] * (torch.eye(*pairs[1].shape, dtype=torch.int64).numpy())
-            pairs[1][range(one.rows), range(one.rows)] = 0
     for source, pairs in enumerate(whole):
         pairs[int(part.rows) :], pairs[:, int(part.keys[source]) :] = 0, 0
         assert (pairs == own[source]).all(), f"{one}: {fewer} tokens, source {source}"
@@ -192,15 +241,16 @@ def test_a_plan_and_its_mirror_image():
         assert (own[:fewer, :fewer] == back[2][33 - fewer :, 33 - fewer :]).all()
 
 
-MERGES = [("combiner-fixed", 0.3), ("combiner-logsparse", 0.3), ("combiner-logsparse", 0.0), ("strided", 0.0)]
+MERGES = ["combiner-fixed", "combiner-logsparse", "strided", "star", "fixed", "bigbird"]
 
 
-@pytest.mark.parametrize("name, dropout", MERGES)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", MERGES)
 def test_merge_of_rows_of_their_own_length(name, dropout):
     """With and without a key mask; what stands behind the end of a row has no part in it, not even as a gradient."""
-    lengths = torch.tensor([33, 0, 12, 30])  # of 31 tokens the last would see itself as one, of 33 as the node it is
+    lengths = torch.tensor([33, 0, 12, 31, 1, 30])  # rows of an odd and of an even number of tokens
     for number, one in enumerate(asked_by(name, 33)):
-        q, keys, values, valid = tensors(one, batch=4, masked=number % 2 == 0)
+        q, keys, values, valid = tensors(one, batch=6, masked=number % 2 == 0)
         rest = (valid, lengths, torch.tensor(5), one.support, one.which, one.n, 0.3, dropout)
         want = reference.forward(q, keys, values, *rest)
         grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))

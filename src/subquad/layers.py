@@ -228,7 +228,8 @@ class MultiheadAttention(nn.Module):
         able = self.attention.capabilities
         settled = self.attention.options.max_length or (able.streaming and not self.attention.open_size)
         shape = (tokens[0].shape[0], tokens[0].shape[1])
-        return packing_of(shape, key_mask, position_ids, cu_seqlens, sharing="near" if settled else "equal")
+        about: dict[str, Any] = {"sharing": "near" if settled else "equal", "device": tokens[0].device}
+        return packing_of(shape, key_mask, position_ids, cu_seqlens, **about)
 
     def start(self, batch_size: int, **about: Any) -> State:
         """An empty state for streaming, as `Attention.start`: device, dtype, seed, rollback."""

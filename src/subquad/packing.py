@@ -52,14 +52,22 @@ class Packing(NamedTuple):
         """The slot that each sequence begins with, (S,)."""
         if self.slots is None or self.starts is None:
             raise ValueError("rows with gaps are no packed batch: each is one sequence")
-        return self.slots[self.starts]
+        return self.slots[self.starts].to(self.back.device)
 
     @property
     def lengths(self) -> Tensor:
         """Tokens of each sequence, (S,)."""
         if self.slots is None or self.starts is None:
             raise ValueError("rows with gaps are no packed batch: each is one sequence")
-        return torch.cat([self.starts, self.starts.new_tensor([len(self.slots)])]).diff()
+        return torch.cat([self.starts, self.starts.new_tensor([len(self.slots)])]).diff().to(self.back.device)
+
+    def to(self, device: torch.device | None) -> Packing:
+        """For tokens on another device. `slots` and `starts` stay where they are, so that the host need not wait."""
+        buckets = (
+            bucket._replace(slots=_sent(bucket.slots, device), mask=_sent(bucket.mask, device))
+            for bucket in self.buckets
+        )
+        return self._replace(buckets=tuple(buckets), back=_sent(self.back, device))
 
     @property
     def longest(self) -> int:
@@ -86,6 +94,10 @@ class Packing(NamedTuple):
         return weights.permute(0, 3, 1, 2)
 
 
+def _sent(x: Any, device: torch.device | None) -> Any:
+    return x if x is None or device is None else x.to(device, non_blocking=True)
+
+
 def packing_of(
     shape: tuple[int, int],
     key_mask: Tensor | None = None,
@@ -94,12 +106,14 @@ def packing_of(
     *,
     sharing: str = "near",
     pad_left: bool = False,
+    device: torch.device | None = None,
 ) -> Packing | None:
     """The sequences of a batch of slots (B, n); None where each row is one, with nothing missing inside.
 
     A sequence begins where `position_ids` (B or 1, n) are 0, or at the slots `cu_seqlens` (S + 1,); padded slots belong
     to none. `sharing`: which sequences share a call, those of near lengths or only those of equal ones. `pad_left`:
-    where the padding goes that stands between tokens.
+    where the padding goes that stands between tokens. `device`: that of the tokens; `cu_seqlens` may be on the CPU,
+    where nobody waits to read them.
     """
     tracing = torch.compiler.is_compiling()
     begins = None if position_ids is None else _restarts(position_ids, shape)
@@ -108,7 +122,7 @@ def packing_of(
     if begins is not None and key_mask is not None:
         begins = begins & key_mask  # positions of padded slots say nothing
     if cu_seqlens is not None:
-        begins = _checked(cu_seqlens, shape)
+        begins = _sent(_checked(cu_seqlens, shape), None if key_mask is None else key_mask.device)
     if begins is None or tracing:
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens: how many sequences there are is not known while a model is traced")
@@ -128,7 +142,7 @@ def packing_of(
     starts = first.nonzero()[:, 0]
     if cu_seqlens is None and len(starts) == len(row.unique()):  # one sequence in each row: no need of all this
         return _closed(key_mask, pad_left=pad_left) if key_mask is not None and has_gaps(key_mask) else None
-    return _apart(slots, starts, shape, sharing)
+    return _apart(slots, starts, shape, sharing).to(device)
 
 
 def without_gaps(key_mask: Tensor) -> Packing:
@@ -181,7 +195,7 @@ def _checked(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
 
 def sequence_positions(cu_seqlens: Tensor, mask: Tensor | None, n: int) -> Tensor:
     """The place of each token in its own sequence, not counting padding (`mask`: 1 = real), (1, n)."""
-    begins = _checked(cu_seqlens, (1, n))
+    begins = _sent(_checked(cu_seqlens, (1, n)), None if mask is None else mask.device)
     count = torch.ones_like(begins, dtype=torch.long) if mask is None else mask.long()
     before = count.cumsum(1) - count  # tokens in front of each slot
     return (before - torch.where(begins, before, 0).cummax(1)[0]).clamp(min=0)
@@ -258,7 +272,8 @@ def attend_packed(
     """
     tells = want_record and type(mechanism).attend_observed is not Attention.attend_observed
     if tells and packing.slots is not None and packing.starts is not None:
-        packing = _apart(packing.slots, packing.starts, packing.shape, "all")  # a record speaks of one call
+        whole = _apart(packing.slots, packing.starts, packing.shape, "all")  # a record speaks of one call
+        packing = whole.to(packing.back.device)
     outputs, record = [], Record()
     for bucket in packing.buckets:
         query = bucket.rows(tokens[0])  # one object stays one: projections look at identity

@@ -87,10 +87,9 @@ class Combiner(SizedAttention):
         return self.partition if self._is_sized else self.partition.sized(n)
 
     def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
-        partition, drops = self.sized(1), self.training and self.options.dropout > 0
+        partition = self.sized(1)
         part = partition.within((partition.halves("main") or ("main",))[0], 1)
-        alike = part is not None and (part.is_numbered or not drops)
-        return "" if not padded or alike else "the lengths of rows, which their blocks depend on"
+        return "" if not padded or part is not None else "the lengths of rows, which their blocks depend on"
 
     def described(self, slots: int, n: int) -> tuple[str, tuple[GroupSet, ...]]:
         """The text of that partition, and its group sets for rows of up to n tokens."""

@@ -6,7 +6,7 @@ The sets come from `supports.patterns`. With p > 1 families `heads` says how a l
 `sequential` layer l takes family l mod p, `union` every head takes all families at once, `multihead` the heads
 are split evenly over the families. Softmax over regular sets runs as blocks through the merge kernel; other sets, and
 other probability maps ρ, run over the edge list. The whole matrix of scores is computed for other maps in a compiled
-graph, and for short padded rows on a device whose lengths the host does not read (`mask_on_device`).
+graph, and for some short padded rows on a device whose lengths the host does not read (`rather_masked`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.base import Call
-from subquad.attention.full import MapOptions, drop, masked_map
+from subquad.attention.full import MapOptions, masked_map
 from subquad.attention.sized import SizedAttention
 from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.named import NamedKeys
 from subquad.attention.states.state import Memory
+from subquad.core.hashing import dropout_factors, ranks
 from subquad.core.numbers import settled
 from subquad.core.options import option
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pattern_lists import pattern_attention, pattern_mapped_attention
-from subquad.kernels.tables import UNION, mask_on_device, masks_any_length, pattern_mask
+from subquad.kernels.tables import UNION, pattern_mask, rather_masked, reads_no_length
 from subquad.supports.kept import EVERYTHING
 from subquad.supports.pattern import Pattern
 from subquad.supports.shards import Tail
@@ -78,10 +79,9 @@ class PatternAttention(SizedAttention):
         return not self._has_parts or self.options.map != "softmax"
 
     def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
-        pattern, drops = self.sized(1), self.training and self.options.dropout > 0
-        if not padded or pattern.is_nested or (not drops and masks_any_length(pattern.text, length)):
-            return ""
-        return "the lengths of rows, which their sets depend on"
+        in_blocks = self.options.map == "softmax" and self._has_parts
+        known = reads_no_length(self.sized(1).text, length, in_blocks=in_blocks)
+        return "" if known or not padded else "the lengths of rows, which their sets depend on"
 
     def head_groups(self) -> list[tuple[range, int | None]]:
         """Which heads use which family; None = the union of all."""
@@ -96,14 +96,12 @@ class PatternAttention(SizedAttention):
     # ---- the fast path ----
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        text, tracing = self._text(call.slots), torch.compiler.is_compiling()
-        if not tracing and not call.dropout:  # what is dropped goes by the places of blocks
-            seen = mask_on_device(q, text, self._families(), q.shape[2], call.lengths)
-            if seen is not None:
-                return self._densely(seen, q, k, v, call)
+        text = self._text(call.slots)
         if self.options.map == "softmax" and self._has_parts:
             return self._by_blocks(text, q, k, v, call)
-        if self.options.map != "softmax" and tracing:
+        if self.options.map != "softmax" and (
+            torch.compiler.is_compiling() or rather_masked(q, text, q.shape[2], call.lengths)
+        ):
             seen = pattern_mask(q, text, self._families(), q.shape[2], call.lengths)  # (B, 1 or H, n, n)
             return self._densely(seen, q, k, v, call)
         sets, scale = (text, self._families(), call.lengths), self.options.softmax_scale
@@ -181,7 +179,7 @@ class PatternAttention(SizedAttention):
         """On the whole matrix of scores, under a mask (B, 1 or H, n, n)."""
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         weights = masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
-        return drop(weights, call).to(v.dtype) @ v
+        return _dropped(weights, call).to(v.dtype) @ v
 
     def map_of_heads(self, scores: Tensor, allowed: Tensor) -> Tensor:
         """ρ of every head: scores and mask (B, H, …, keys)."""
@@ -234,6 +232,18 @@ class FamilySees:
 
     def __call__(self, source: int, i: Tensor, j: Tensor) -> Tensor:
         return self.pattern.sees(self.family, i, j)
+
+
+def _dropped(weights: Tensor, call: Call) -> Tensor:
+    """Dropout on weights (B, H, n, n), which counts the real tokens of a row as for lists of edges."""
+    if not call.dropout:
+        return weights
+    assert call.seed is not None
+    (b, h, n, _), device = weights.shape, weights.device
+    rows, columns = ranks(call.key_mask, b, n, n, device)  # (B, n)
+    instance, seed = torch.arange(b * h, device=device).view(b, h, 1, 1), call.seed.to(device)
+    pairs = (rows[:, None, :, None], columns[:, None, None])
+    return weights * dropout_factors(seed, call.dropout, instance, *pairs, weights.dtype)
 
 
 def _heads(x: Tensor, heads: range, total: int) -> Tensor:

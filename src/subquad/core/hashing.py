@@ -94,9 +94,14 @@ def streams(seed: Tensor, instances: Tensor, rows: Tensor) -> Tensor:
     return _mix(_mix(seed + _GAMMA * (instances + 1)) + _GAMMA * (rows + 1))
 
 
+def bits(state: Tensor, steps: Tensor) -> Tensor:
+    """Number `steps` of splitmix64's sequence of a stream, int64 tensors that broadcast: 64 bits."""
+    return _mix(state + _GAMMA * steps)
+
+
 def uniforms(state: Tensor, steps: Tensor) -> Tensor:
-    """Number `steps` of splitmix64's sequence of a stream, int64 tensors that broadcast: float64 in (0, 1]."""
-    return (_shift(_mix(state + _GAMMA * steps), 11).double() + 1) * 2.0**-53
+    """`bits` as float64 in (0, 1]."""
+    return (_shift(bits(state, steps), 11).double() + 1) * 2.0**-53
 
 
 def chances(state: Tensor, columns: Tensor) -> Tensor:
@@ -122,11 +127,12 @@ def dropout_factors(
 def ranks(key_mask: Tensor | None, batch: int, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """By which numbers rows and columns are counted in random draws: int64 (B, n) and (B, m).
 
-    The rank among the real tokens of the row: padding moves no random number. A padded query has a number of its own.
+    The rank among the real tokens of the row: padding moves no random number. A padded query has a number of its own,
+    below 0.
     Where n ≠ m the mask says nothing of the queries, which count by their slots.
     """
     slots = torch.arange(n, device=device).expand(batch, n)
     if key_mask is None:
         return slots, torch.arange(m, device=device).expand(batch, m)
     rank = key_mask.cumsum(1) - key_mask.long()
-    return torch.where(key_mask, rank, m + slots) if n == m else slots, rank
+    return torch.where(key_mask, rank, ~slots) if n == m else slots, rank

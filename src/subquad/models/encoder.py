@@ -129,7 +129,8 @@ class Stack(SubquadPreTrainedModel):
             packing = without_gaps(key_mask)
         else:
             shape = (x.shape[0], x.shape[1])
-            packing = packing_of(shape, key_mask, position_ids, cu_seqlens, pad_left=cache is not None)
+            about: dict[str, Any] = {"pad_left": cache is not None, "device": x.device}
+            packing = packing_of(shape, key_mask, position_ids, cu_seqlens, **about)
         if cache is None:
             self._check_length(x.shape[1] if packing is None else packing.longest)
         elif packing is not None and packing.slots is not None:
@@ -311,7 +312,7 @@ def place(
     if position_ids is not None:
         return position_ids
     if cu_seqlens is not None:
-        return sequence_positions(cu_seqlens, attention_mask, x.shape[1])
+        return sequence_positions(cu_seqlens, attention_mask, x.shape[1]).to(x.device)
     if attention_mask is None:
         return torch.arange(x.shape[1], device=x.device)[None]
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)

@@ -239,7 +239,8 @@ def sequences(
     """The sequences of a packed batch; None where a row is one."""
     if position_ids is None and cu_seqlens is None:
         return None
-    packing = packing_of((states.shape[0], states.shape[1]), real_tokens(attention_mask), position_ids, cu_seqlens)
+    given = (real_tokens(attention_mask), position_ids, cu_seqlens)
+    packing = packing_of((states.shape[0], states.shape[1]), *given, device=states.device)
     return None if packing is None or packing.slots is None else packing
 
 
@@ -247,8 +248,10 @@ def pool_packed(states: Tensor, packing: Packing, how: str) -> Tensor:
     """(B, n, D) → (S, D): the first token of every sequence, or the mean of its tokens."""
     if how == "cls":
         return states.flatten(0, 1)[packing.first_slots]
-    tokens, lengths = states.flatten(0, 1)[packing.slots], packing.lengths  # (T, D), (S,)
-    own = torch.arange(len(lengths), device=states.device).repeat_interleave(lengths)  # (T,)
+    assert packing.slots is not None
+    slots, lengths = packing.slots.to(states.device), packing.lengths  # (T,), (S,)
+    tokens, number = states.flatten(0, 1)[slots], torch.arange(len(lengths), device=states.device)
+    own = number.repeat_interleave(lengths, output_size=len(slots))  # (T,)
     return states.new_zeros(len(lengths), states.shape[-1]).index_add(0, own, tokens) / lengths[:, None]
 
 

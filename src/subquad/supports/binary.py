@@ -49,10 +49,7 @@ class Logsparse(Partition):
         return (GroupSet("nodes"),) if self.causal else (GroupSet("nodes"), GroupSet("nodes-back"))
 
     def plan(self, n, which):
-        """Sources: 0 the tokens, 1 the nodes, 2 the mirrored nodes.
-
-        An even token is a node and sees itself there, except a last one, whose node nobody else asks for.
-        """
+        """Sources: 0 the tokens, 1 the nodes, 2 the mirrored nodes. An even token is a node and sees itself there."""
         if which.startswith("members"):
             return self._members(n)
         if which == "back":
@@ -61,16 +58,12 @@ class Logsparse(Partition):
         if n > 1:
             odd = Grid(1, n // 2, 2)
             parts.append(Part(odd, odd))
-        if n % 2:
-            parts.append(Part(Grid(n - 1), Grid(n - 1)))
         return make_plan(parts if self.causal or which == "ahead" else parts + self._digits(n, 2, True), n)
 
     def within(self, which, length):
-        """Of an odd number of tokens the last sees itself as a token, of more tokens as the node that it is."""
         if which.startswith("members"):
             return Within(length, (length,))
-        ahead = self.causal or which == "ahead"
-        return Within(length, (length, length, length), is_numbered=False) if ahead else None
+        return Within(length, (length, length, length)) if self.causal or which == "ahead" else None
 
     def halves(self, which):
         return ("ahead", "back") if which == "main" and not self.causal else None
@@ -82,12 +75,14 @@ class Logsparse(Partition):
         `back` mirrors it: blocks are counted from the end, and so are the nodes.
         """
         parts, unit, radix = [], 1, _radix(n)
-        while unit < n:
+        while unit < max(n, 2):
             width = unit * radix
             full, rest = divmod(n, width)
             starts = (rest, 0) if back else (0, full * width)
             for start, blocks, rows in zip(starts, (full, 1), (width, rest), strict=True):
                 nodes = (rows - 1) // unit  # of the block, at distances unit, 2·unit … from where it is counted
+                if unit == 1 and rows % 2 and not back:  # nobody else asks for the last one
+                    nodes = rows
                 if not blocks or nodes < 1:
                     continue
                 first = start + rows - nodes * unit if back else start + unit - 1

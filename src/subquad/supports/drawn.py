@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from subquad.supports.builders import rows_to_keys
-from subquad.supports.draws import draw_few, draw_rows, stream
+from subquad.supports.draws import draw_few, draw_few_on_device, draw_rows, draw_rows_on_device, stream
 from subquad.supports.parts import FAR, Grid, Part
 from subquad.supports.pattern import Pattern, kept_csr, pointers
+from subquad.supports.placed import Placed, on_device
 
 RUN = 16  # drawn keys of this many blocks are copied at a time: they stay in the cache
 
@@ -37,8 +40,25 @@ class Random(Pattern):
             return super().csr(n)
         reach = np.arange(1, n + 1) if self.causal else np.full(n, n)
         degrees = np.maximum(np.rint(self.density * reach).astype(np.int64), 1)
-        own = (0, 0) if self.shared else (self.layer_index, family or 0)
-        return pointers(degrees), draw_rows(degrees, reach, stream(self.seed, *own))
+        return pointers(degrees), draw_rows(degrees, reach, self._stream(family))
+
+    def _stream(self, family: int | None) -> int:
+        return stream(self.seed, *((0, 0) if self.shared else (self.layer_index, family or 0)))
+
+    def listed(self, n, family, lengths):
+        if family is None and self.families > 1:
+            keys = torch.cat([self.listed(n, f, lengths) for f in range(self.families)], 2).sort(2).values
+            again = torch.nn.functional.pad(keys[..., 1:] == keys[..., :-1], (1, 0))
+            return keys.masked_fill(again, n).sort(2).values
+        degrees = (self.density * lengths.double()).round().long().clamp(min=1)
+        most = max(1, int(np.rint(self.density * n)))
+        return draw_rows_on_device(degrees, lengths, most, n, self._stream(family))
+
+    def masked(self, n, family, lengths):
+        keys = self.listed(n, family, lengths)
+        return torch.zeros(*keys.shape[:2], n + 1, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)[
+            ..., :n
+        ]
 
     def rows(self, n, family, first, last):
         seen = np.zeros((n, n), dtype=bool)
@@ -83,15 +103,56 @@ class BigBird(Pattern):
         return seen & (j <= i) if self.causal else seen
 
     def parts(self, n, family):
+        return self._blocks(n, _drawn(self, n))
+
+    def _blocks(self, n: int, draws: list[list[int]]) -> list[Part]:
         size, side, hi = self.block, self.window_blocks // 2, 0 if self.causal else FAR
         g = min(self.global_blocks * size, n)
         parts = self._window(g, n, size, side) + rows_to_keys(range(g, n), range(g))
         first = 0
-        for a, drawn in enumerate(_drawn(self, n)):  # runs of blocks with equally many draws become one part
+        for a, drawn in enumerate(draws):  # runs of blocks with equally many draws become one part
             if drawn:
                 parts = self._join(parts, a, len(drawn), first, n)
             first += len(drawn)
         return parts + rows_to_keys(range(g), range(n), hi=hi)
+
+    def common(self, n, family):
+        return self._blocks(n, [])
+
+    def placed(self, n, family, lengths):
+        """The drawn blocks."""
+        numbers, g = self._drawn_on_device(n, lengths)[:, self.global_blocks :], self.global_blocks
+        if 0 in numbers.shape:
+            return []
+        inside = torch.arange(self.block, device=lengths.device)
+        block = torch.arange(g, g + numbers.shape[1], device=lengths.device)[:, None]
+        queries = (block * self.block + inside)[None]  # (1, A, block)
+        keys = (numbers[..., None] * self.block + inside).flatten(2)  # (B, A, draws·block)
+        asks = queries < lengths[:, None, None]  # (B, A, block)
+        return [Placed(queries, keys, asks[..., None] & (keys >= 0)[:, :, None])]
+
+    def masked(self, n, family, lengths):
+        blocks, place = -(-n // self.block), torch.arange(n, device=lengths.device) // self.block
+        numbers = self._drawn_on_device(n, lengths)
+        picked = torch.zeros(len(lengths), blocks, blocks + 1, dtype=torch.bool, device=lengths.device)
+        picked.scatter_(2, torch.where(numbers < 0, blocks, numbers), True)
+        a, b = place[:, None], place
+        near = ((a - b).abs() <= self.window_blocks // 2) | (a < self.global_blocks) | (b < self.global_blocks)
+        return near | picked[:, place][:, :, place]
+
+    def _drawn_on_device(self, n: int, lengths: Tensor) -> Tensor:
+        """`draw` for rows of lengths (B,), without reading them: int64 (B, blocks, draws), -1 = nothing."""
+        first, side, whole = self.global_blocks, self.window_blocks // 2, (lengths // self.block)[:, None]  # (B, 1)
+        block = torch.arange(-(-n // self.block), device=lengths.device)
+        low = (block - side).clamp(min=first)  # blocks from here on are near, and seen already
+        near = (torch.minimum(block + side + 1, whole) - low).clamp(min=0)  # (B, blocks): how many of them
+        eligible = ((whole - first).clamp(min=0) - near).masked_fill(block < first, 0)
+        bits = on_device(_bits(self, len(block)), lengths)
+        if not self.random_blocks:
+            return bits.expand(len(lengths), *bits.shape)
+        found = draw_few_on_device(bits, eligible)  # (B, blocks, draws)
+        number = found + first
+        return torch.where(found < 0, -1, number + near[..., None] * (number >= low[:, None]))
 
     def drawn(self, n):
         return tuple(block for blocks in _drawn(self, n) for block in blocks)
@@ -145,3 +206,10 @@ class BigBird(Pattern):
 def _drawn(pattern: BigBird, n: int) -> list[list[int]]:
     """What a seeded pattern drew for length n, kept for the next call."""
     return pattern.draw(n)
+
+
+@lru_cache(maxsize=8)
+def _bits(pattern: BigBird, blocks: int) -> np.ndarray:
+    """What `draw` draws from: 64 bits for every block and draw, int64 (blocks, draws)."""
+    found = [[stream(stream(pattern.seed, a), step) for step in range(pattern.random_blocks)] for a in range(blocks)]
+    return np.array(found, np.uint64).reshape(blocks, -1).view(np.int64)

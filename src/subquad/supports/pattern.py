@@ -22,9 +22,11 @@ from torch import Tensor
 
 from subquad.supports.kept import EVERYTHING, Kept, Ranges
 from subquad.supports.parts import Grid, Part, Plan, make_plan
+from subquad.supports.placed import Placed
 from subquad.supports.support import Support, Within
 
 ROWS = 1024  # masks of long sequences are made this many rows at a time
+COMMON = "common-"  # before the name of a plan: without the pairs that depend on the length
 DENSE = 0.75  # share of all pairs from which on blocks are not worth their while
 
 Csr = tuple[np.ndarray, np.ndarray]  # indptr (n + 1,) int64, indices (E,) int32 ascending within a row
@@ -64,17 +66,47 @@ class Pattern(Support):
 
     def plan(self, n: int, which: str) -> Plan:
         """The blocks of family `which`, a number or "union"."""
-        family = None if which == "union" else int(which)
-        parts = self.parts(n, family)
+        family, common = _family(which), which.startswith(COMMON)
+        parts = self.common(n, family) if common else self.parts(n, family)
         if parts is None:
             raise TypeError(f"{type(self).__name__} has no blocks")
         plan = make_plan(parts, n, self.drawn(n))
-        if n >= 256 and not self.causal and plan.pairs > DENSE * n * n:  # one masked product is faster
+        if n >= 256 and not self.causal and not common and plan.pairs > DENSE * n * n:  # one masked product is faster
             return make_plan([_Masked.of(self.rows(n, family, 0, n))], n)
         return plan
 
     def within(self, which, length):
-        return Within(length, (length,)) if self.is_nested else None
+        return Within(length, (length,)) if self.is_nested or which.startswith(COMMON) else None
+
+    # ---- rows of their own length on a device: their sets without reading how long they are ----
+
+    def common(self, n: int, family: int | None) -> list[Part] | None:
+        """Blocks of the pairs that are seen at any length which has both tokens; `placed` has the others. None: there
+        is no such division.
+        """
+        return None
+
+    def placed(self, n: int, family: int | None, lengths: Tensor) -> list[Placed]:
+        """What rows of lengths (B,), of n at most, have beside `common`."""
+        return []
+
+    def listed(self, n: int, family: int | None, lengths: Tensor) -> Tensor | None:
+        """The keys of all queries of rows of lengths (B,), int64 (B, n, most of them), ascending, n = none; None where
+        they are not made on a device.
+        """
+        return None
+
+    def masked(self, n: int, family: int | None, lengths: Tensor) -> Tensor | None:
+        """The masks of rows of lengths (B,), bool (B, n, n), whatever they say behind the ends of rows."""
+        if not self.is_predicate:
+            return None
+        place = torch.arange(n, device=lengths.device)
+        return self.sees(family, place[:, None], place, lengths[:, None, None]).expand(len(lengths), n, n)
+
+    def beside(self, which, n, lengths):
+        if self.is_nested or which.startswith(COMMON) or self.common(1, _family(which)) is None:
+            return None
+        return COMMON + which, self.placed(n, _family(which), lengths)
 
     # ---- streaming ----
 
@@ -140,6 +172,12 @@ class Pattern(Support):
     def connections(self, n: int, family: int | None = None) -> int:
         """Σ_k |A_k^l|."""
         return len(kept_csr(self, n, family)[1])
+
+
+def _family(which: str) -> int | None:
+    """The family that the name of a plan stands for."""
+    name = which.removeprefix(COMMON)
+    return None if name == "union" else int(name)
 
 
 @lru_cache(maxsize=16)

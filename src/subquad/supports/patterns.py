@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from subquad.core.numbers import root
@@ -13,6 +14,7 @@ from subquad.supports.builders import columns, diagonal, rows_to_keys, selves, w
 from subquad.supports.kept import EVERYTHING, Kept, Ranges, first_ones, recent
 from subquad.supports.parts import FAR
 from subquad.supports.pattern import Pattern, pointers
+from subquad.supports.placed import Placed, on_device, wrapped
 from subquad.supports.support import GivenSupport
 
 
@@ -105,6 +107,18 @@ class Fixed(Pattern):
             parts += rows_to_keys(lonely, range(n - 1, n))
         return parts
 
+    def common(self, n, family):
+        return replace(self, close=False).parts(n, family)
+
+    def placed(self, n, family, lengths):
+        """The closing token, where it is no summary token anyway."""
+        if family == 0:
+            return []
+        lengths = lengths[:, None]  # (B, 1)
+        rest, place = lengths % self.w, torch.arange(n, device=lengths.device)
+        lonely = (rest > 0) & (place < lengths - (1 if family == 1 else rest))  # (B, n)
+        return [Placed(place[None, None], lengths[:, None] - 1, lonely[:, None, :, None])]
+
     def kept(self, families, margin):
         near = recent(0 if set(families) == {1} else self.w - 1, margin)
         return (near,) if set(families) == {0} else (Kept(start=self.w - 1, step=self.w), near)
@@ -153,6 +167,22 @@ class Star(Pattern):
             parts += rows_to_keys(ring[:w], ring[-w:], lo=m - w)  # … and back
         parts += rows_to_keys(ring, range(relay, relay + 1))
         return parts + rows_to_keys(range(relay, relay + 1), range(n))
+
+    def common(self, n, family):
+        """Windows, and a relay in front."""
+        if self.relay == "last":
+            return windows(0, n, self.w, self.w)
+        relay = rows_to_keys(range(1, n), range(1)) + rows_to_keys(range(1), range(n))
+        return windows(1, n, self.w, self.w) + relay
+
+    def placed(self, n, family, lengths):
+        """The end of the ring, and a relay at the end."""
+        found = wrapped(int(self.relay == "first"), lengths - 1, min(self.w, n))
+        if self.relay == "last":
+            relay, place = lengths[:, None, None] - 1, torch.arange(n, device=lengths.device)[None, None]
+            far = place < relay - self.w  # (B, 1, n): not in a window with it
+            found += [Placed(place, relay, far[..., None]), Placed(relay, place, far[:, :, None])]
+        return found
 
     def kept(self, families, margin):
         near = recent(self.w, margin)
@@ -308,6 +338,15 @@ class Logsparse(Pattern):
                 keys = np.sort(keys, 1)
         real = (keys >= 0) & (keys < n)
         return pointers(real.sum(1)), keys[real].astype(np.int32)
+
+    def listed(self, n, family, lengths):
+        ahead = on_device(self._suffixes(n), lengths)  # (n, most), -1 = none
+        place, last = torch.arange(n, device=lengths.device), lengths[:, None] - 1  # (n,), (B, 1)
+        back = ahead[(last - place).clamp(min=0)]  # (B, n, most): counted from the end of the row
+        again = (back < 0) | (back == (last - place)[..., None])  # oneself is in both halves
+        back = torch.where(again, n, last[..., None] - back)
+        keys = torch.cat((torch.where(ahead < 0, n, ahead).expand(back.shape), back), 2)
+        return torch.where((place <= last)[..., None], keys, n).sort(2).values
 
     @staticmethod
     def _suffixes(n: int) -> np.ndarray:

@@ -15,7 +15,10 @@ from itertools import count
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
+from torch import Tensor
+
 from subquad.supports.parts import Plan
+from subquad.supports.placed import Placed
 
 Function = TypeVar("Function")
 
@@ -28,7 +31,6 @@ class Within(NamedTuple):
 
     rows: Any
     keys: tuple[Any, ...]
-    is_numbered: bool = True  # keys have the same numbers in both, which dropout goes by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,12 @@ class Support:
         """What of the plan of any longer sequence is the plan of `length` tokens, a number or a tensor of them.
 
         None: it is no part of it, because the sets of a query depend on how many tokens there are.
+        """
+        return None
+
+    def beside(self, which: str, n: int, lengths: Tensor) -> tuple[str, list[Placed]] | None:
+        """For rows of lengths (B,), of n at most: a plan that has a part `within` it for fewer tokens, and all other
+        pairs of `which`, whose places follow from the lengths.
         """
         return None
 

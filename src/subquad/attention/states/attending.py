@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.kernels.values import as_queries_are
+from subquad.kernels.values import as_queries_are, readable
 
 Map = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,12 +53,12 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: list[slice], scale: float
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
     grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
-    compiling = torch.compiler.is_compiling()
-    if not compiling and bool(seen.all()):
+    looks = readable(seen)
+    if looks and bool(seen.all()):
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, **grouped)
         return as_queries_are(out, q)
     empty = ~seen.any(-1, keepdim=True)  # (B, H or 1, t, 1)
-    if not compiling and not bool(empty.any()):
+    if looks and not bool(empty.any()):
         return as_queries_are(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, **grouped), q)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | empty, scale=scale, **grouped)
     return as_queries_are(out, q).masked_fill(empty, 0)

@@ -43,7 +43,7 @@ class Compressed(Memory):
     def extend(self, module: Any, chunk: Chunk, state: State, project: Any = None) -> tuple[Tensor, Buffers]:
         t, buffers, length, outs = chunk.k.shape[2], dict(state.buffers), state.length, []
         if not torch.compiler.is_compiling():
-            buffers = self.reserve(buffers, int((length + chunk.added).max()))
+            buffers = self.reserve(buffers, chunk.longest(length + chunk.added))
         if not buffers:
             buffers = self.empty(module, chunk, project)
             if t > self.margin:
@@ -59,7 +59,7 @@ class Compressed(Memory):
         x, work = chunk.k, torch.promote_types(chunk.k.dtype, torch.float32)
         b, slots = x.shape[0], self.ring + 1  # and one for what does not exist
         heads = project.keys(x[:, 0, :1]).shape[1]
-        longest = int((chunk.added + chunk.position[:, 0]).max()) if not torch.compiler.is_compiling() else 0
+        longest = 0 if torch.compiler.is_compiling() else chunk.longest(chunk.added + chunk.position[:, 0])
         room = max(FIRST, longest // self.rate) + 1
         made = {
             "x": x.new_zeros(b, 1, slots, x.shape[3]),
@@ -116,9 +116,9 @@ class Compressed(Memory):
         x, position, after = chunk.k[:, 0], chunk.position, length + chunk.added
         q, k = module.heads(x, position, project)  # (B, H, t, d), (B, G, t, d)
         buffers = self._written(chunk, buffers, k, _existing(chunk), after)
-        buffers = self._completed(module, buffers, length, after, x.shape[1])
+        buffers = self._completed(module, chunk, buffers, length, after)
         compiling = torch.compiler.is_compiling()
-        used = buffers["exist"].shape[1] - 1 if compiling else int(after.max()) // self.rate
+        used = buffers["exist"].shape[1] - 1 if compiling else chunk.longest(after) // self.rate
         newest, place = after[:, None] - 1, torch.arange(self.ring, device=x.device)
         holds = newest - (newest - place) % self.ring  # (B, ring): the token in each slot
         distance = position[..., None] - holds[:, None]  # (B, t, ring)
@@ -133,10 +133,12 @@ class Compressed(Memory):
             values = (_dropped(module, k, holds, seed), _dropped(module, entries, column, seed + 1))
         return module.attend_near_and_far(q, (k, entries), values, (near, far), position), buffers
 
-    def _completed(self, module: Any, buffers: Buffers, length: Tensor, after: Tensor, t: int) -> Buffers:
+    def _completed(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
         """The entries of the blocks that the new tokens complete."""
         first, rate = length // self.rate, self.rate
-        many = t // rate + 1 if torch.compiler.is_compiling() else int((after // rate - first).max())
+        many = chunk.k.shape[2] // rate + 1
+        if not torch.compiler.is_compiling():
+            many = chunk.completes(rate, length, after)
         if not many:
             return buffers
         block = first[:, None] + torch.arange(many, device=first.device)  # (B, c)

@@ -86,14 +86,15 @@ def recomputed(module: Attention, state: State, *project: Any) -> State:
     if torch.compiler.is_compiling():
         raise ValueError(f"{module.name}: the state is to be recomputed after a crop: extend it eagerly once")
     assert state.tokens is not None
-    n, even = int(state.length.max()), state.even
+    even = state.even
+    n = int(state.length.max()) if even is None else even
     q, k, v = (state.tokens.get(name, state.tokens["k"])[:, :, :n] for name in "qkv")
     position = torch.arange(n, device=state.device).expand(state.batch_size, n)
     here = position < state.length[:, None]
     real = state.tokens["real"][:, :n] & here
     chunk = Chunk(q, k, v, position, real, here, state.length)
     if even is not None or bool(real.all()):
-        chunk = Chunk(q, k, v, position, None, None, state.length[:1])
+        chunk = Chunk(q, k, v, position, None, None, state.length[:1], None if even is None else 0)
     zero = torch.zeros_like(state.length)
     empty = replace(state, length=zero, high=zero, even=0, buffers={}, tokens=None, stale=False)
     _, buffers = state.memory.extend(module, chunk, empty, *project)
@@ -102,13 +103,11 @@ def recomputed(module: Attention, state: State, *project: Any) -> State:
 
 def extended(state: State, chunk: Chunk, buffers: Buffers) -> State:
     length = state.length + chunk.added
-    even = None
-    if not torch.compiler.is_compiling() and state.even is not None and chunk.real is None:
-        even = state.even + chunk.q.shape[2]
+    even = None if chunk.even is None else chunk.even + chunk.q.shape[2]
     high, heads, tokens = state.high.maximum(length), chunk.k.shape[1], state.tokens
     if tokens is not None:
         news = {"k": chunk.k} if chunk.q is chunk.k else {"q": chunk.q, "k": chunk.k, "v": chunk.v}
-        tokens = appended(tokens, news, chunk, 0 if torch.compiler.is_compiling() else int(length.max()))
+        tokens = appended(tokens, news, chunk, 0 if torch.compiler.is_compiling() else chunk.longest(length))
     new = State(
         state.mechanism, state.memory, length, high, state.seed, state.rollback, state.dtype, heads, even, buffers,
         tokens,
@@ -148,11 +147,7 @@ def check_length(module: Attention, state: State, chunk: Chunk) -> None:
         return
     if longest is None:
         return
-    if state.even is not None and chunk.real is None:
-        wanted = state.even + chunk.q.shape[2]
-    else:
-        wanted = int((state.length + chunk.added).max())
-    if wanted > longest:
+    if chunk.longest(state.length + chunk.added) > longest:
         raise ValueError(
             f"{module.name}: the state has {int(state.length.max())} positions, {chunk.q.shape[2]} more are beyond "
             f"max_length={longest}"
@@ -182,7 +177,10 @@ def arranged(state: State, tokens: tuple[Any, ...], key_mask: Tensor | None) -> 
     place = torch.arange(t, device=state.device)
     position = state.length[:, None] + place if t > 1 else state.length[:, None]  # (B, t)
     if key_mask is None or (not torch.compiler.is_compiling() and bool(key_mask.all())):
-        return Chunk(*tokens, position, None, None, torch.full_like(state.length[:1], t)), None  # type: ignore[call-arg]
+        even = (
+            None if torch.compiler.is_compiling() else state.even
+        )  # a graph that read it would be one for that length
+        return Chunk(*tokens, position, None, None, torch.full_like(state.length[:1], t), even), None  # type: ignore[call-arg]
     first = torch.where(key_mask, place, t).amin(1)  # (B,): padded slots before the first real one
     shift = torch.where(state.length == 0, first, 0)
     tokens = tuple(cleaned(x, key_mask, keep_finite=not i) for i, x in enumerate(tokens))

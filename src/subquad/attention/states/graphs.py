@@ -27,7 +27,7 @@ class Graphs(Replay):
             kept = {name: x for name, x in state.buffers.items() if name != "z"}  # made again when it is needed
             return super().extend(module, chunk, state.part(self, kept))
         length = state.length + chunk.added
-        longest = 0 if torch.compiler.is_compiling() else int(length.max())
+        longest = 0 if torch.compiler.is_compiling() else chunk.longest(length)
         q, k, _ = every_head(chunk)
         w, z = module.memberships(q, k)  # (B, H, t, c)
         tokens = {"q": chunk.q, "k": chunk.k, "v": chunk.v}
@@ -40,7 +40,7 @@ class Graphs(Replay):
         rows = write(rows, slot, w)[:, :, :n]
         rules = module.rules(module.training, LISTED)
         assert state.seed is not None
-        drawn = sample(rows, buffers["z"][:, :, :n], state.seed, existing(buffers, length, n), rules)
+        drawn = sample(rows, buffers["z"][:, :, :n], state.seed, existing(chunk, buffers, length, n), rules)
         keys, values = (buffers[name] for name in ("k", "v"))
         edges = EdgeList(drawn.indptr, drawn.indices, keys.shape[2])
         row = slot[:, None].expand(q.shape[:3]).flatten(0, 1)  # (B·H, t)

@@ -101,7 +101,7 @@ class Keys(Memory):
         if t == 1 and even is not None and self.ranges is not None:
             return self._one(module, chunk, buffers, length, even)
         if t > step and self.has_fast_path(module, chunk, state):
-            return self.continued(module, chunk, buffers, int(length[0]))
+            return self.continued(module, chunk, buffers, first_length(chunk, state))
         outs = []
         for first in range(0, t, step):
             piece = chunk if t <= step else chunk.part(first, first + step)
@@ -158,8 +158,8 @@ class Keys(Memory):
         """Can a long chunk go on from here through the kernels? Else it goes on a few tokens at a time."""
         if self.begin is None or chunk.real is not None or torch.compiler.is_compiling() or module.is_random:
             return False
-        begin = self.begin(int(state.length[0]))
-        return begin is not None and bool((state.length == state.length[0]).all())
+        begin = self.begin(first_length(chunk, state))
+        return begin is not None and (chunk.even is not None or bool((state.length == state.length[0]).all()))
 
     def continued(self, module: Any, chunk: Chunk, buffers: Buffers, length: int) -> tuple[Tensor, Buffers]:
         """As one call does it for a sequence of what is kept and still seen, and the new tokens."""
@@ -171,7 +171,8 @@ class Keys(Memory):
             entries = range(begin, length) if one.ring else range(min(one.size, length))
             runs += shifted(one.slices(entries), start)
         k, v, real = (taken(buffers[name], runs) for name in ("k", "v", "real"))
-        out = module.attend_last(chunk.q, [chunk.k, k], [chunk.v, v], None if bool(real.all()) else real)
+        whole = chunk.even is not None or bool(real.all())
+        out = module.attend_last(chunk.q, [chunk.k, k], [chunk.v, v], None if whole else real)
         return out, self.write_run(chunk, buffers, length)
 
     def empty(self, chunk: Chunk) -> Buffers:
@@ -193,7 +194,7 @@ class Keys(Memory):
     ) -> tuple[Tensor, Buffers, Tensor]:
         after = length + chunk.added
         buffers = self._written(module, chunk, buffers, length, after)
-        used = self._used(buffers, after)
+        used = self._used(chunk, buffers, after)
         entries = self._entries(after, used)
         seen = self._seen(chunk.position, entries) & buffers["real"][:, None, None, :used]  # (B, H or 1, t, m)
         out = self._attend(module, chunk, buffers, used, seen, entries, seed)
@@ -202,7 +203,7 @@ class Keys(Memory):
     def _written(self, module: Attention, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
         """The buffers with the new tokens."""
         if not torch.compiler.is_compiling():
-            buffers = self.reserve(buffers, int(after.max()))
+            buffers = self.reserve(buffers, chunk.longest(after))
         trash = buffers["k"].shape[2] - 1
         real = chunk.real if chunk.real is not None else torch.ones_like(chunk.position, dtype=torch.bool)
         for one, start, mine in zip(self.kept, self.offsets, self._holder(chunk.position), strict=True):
@@ -216,14 +217,14 @@ class Keys(Memory):
                 buffers[name] = write(buffers[name], slot, x.to(buffers[name].dtype))
         return buffers
 
-    def _used(self, buffers: Buffers, after: Tensor) -> int:
-        return buffers["k"].shape[2] - 1 if torch.compiler.is_compiling() else self.slots_for(int(after.max()))
+    def _used(self, chunk: Chunk, buffers: Buffers, after: Tensor) -> int:
+        return buffers["k"].shape[2] - 1 if torch.compiler.is_compiling() else self.slots_for(chunk.longest(after))
 
     # ---- who sees what ----
 
     def seen(self, chunk: Chunk, buffers: Buffers, after: Tensor) -> Tensor:
         """Which slots the new queries see, bool (B, H or 1, t, slots)."""
-        used = self._used(buffers, after)
+        used = self._used(chunk, buffers, after)
         return self._seen(chunk.position, self._entries(after, used)) & buffers["real"][:, None, None, :used]
 
     def _entries(self, after: Tensor, used: int) -> list[Tensor]:
@@ -263,6 +264,11 @@ class Keys(Memory):
     def _factors(self, module: Any, chunk: Chunk, columns: Tensor, seed: Tensor | None) -> Tensor:
         """What dropout multiplies the weights with: a weight is dropped for itself, by its query and its key."""
         return factors_of(module, chunk, chunk.position[:, None, :, None], columns, seed)
+
+
+def first_length(chunk: Chunk, state: State) -> int:
+    """The length of the first row, before the new tokens."""
+    return int(state.length[0]) if chunk.even is None else chunk.even
 
 
 def factors_of(module: Attention, chunk: Chunk, rows: Tensor, columns: Tensor, seed: Tensor | None) -> Tensor:

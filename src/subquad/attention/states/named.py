@@ -22,7 +22,8 @@ class NamedKeys(Keys):
         buffers = self._written(module, chunk, buffers, length, after)
         pattern = self.sees[0].pattern  # type: ignore[attr-defined]
         families = tuple(UNION if sees.family is None else sees.family for sees in self.sees)  # type: ignore[attr-defined]
-        named = named_keys(chunk.position, pattern, families, buffers["real"].shape[1] - 1)  # (B, F, t, m)
+        room = buffers["real"].shape[1] - 1
+        named = named_keys(chunk.position, pattern, families, room, chunk.even)  # (B, F, t, m)
         step = max(1, PAIRS // max(1, named[:, :, 0].numel() * chunk.q.shape[1]))
         outs = []
         for first in range(0, named.shape[2], step):

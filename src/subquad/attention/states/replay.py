@@ -18,13 +18,13 @@ class Replay(Memory):
 
     def extend(self, module: Attention, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
         length = state.length + chunk.added  # (B,)
-        longest = 0 if torch.compiler.is_compiling() else int(length.max())
+        longest = 0 if torch.compiler.is_compiling() else chunk.longest(length)
         buffers = appended(state.buffers, {"q": chunk.q, "k": chunk.k, "v": chunk.v}, chunk, longest)
         n = self.called(module, buffers, longest)
         if n == 0:  # nothing but padding so far
             return torch.zeros_like(chunk.q), buffers
         q, k, v = (buffers[name][:, :, :n] for name in "qkv")
-        real = existing(buffers, length, n)
+        real = existing(chunk, buffers, length, n)
         out = module.attend_aligned(q, k, v, real, length, state.seed)
         return read(out, chunk.position.clamp(max=n - 1)), buffers
 
@@ -49,7 +49,9 @@ class Replay(Memory):
         return False
 
 
-def existing(buffers: Buffers, length: Tensor, n: int) -> Tensor | None:
+def existing(chunk: Chunk, buffers: Buffers, length: Tensor, n: int) -> Tensor | None:
     """Which of the first n places hold a real token of rows of `length` (B,), bool (B, n); None = all of them."""
+    if chunk.even is not None:
+        return None
     real = buffers["real"][:, :n] & (torch.arange(n, device=length.device) < length[:, None])
     return None if not torch.compiler.is_compiling() and bool(real.all()) else real

@@ -35,6 +35,7 @@ class News(NamedTuple):
     here: Tensor  # bool (B, t): rows may have fewer new tokens
     length: Tensor  # (B,): tokens before
     even: int | None = None  # one new token for every row, behind so many, and nothing was ever padded
+    before: int | None = None  # tokens before, where all rows have as many and the host knows
 
     @property
     def position(self) -> Tensor:
@@ -43,6 +44,11 @@ class News(NamedTuple):
     @property
     def after(self) -> Tensor:
         return self.length + self.here.sum(1)
+
+    @property
+    def longest(self) -> int:
+        """How many tokens the longest row has with these."""
+        return int(self.after.max()) if self.before is None else self.before + self.x.shape[1]
 
 
 class Slices(Memory):
@@ -84,8 +90,7 @@ class Slices(Memory):
             buffers = self.empty(chunk.k[:, 0], [own] + [coarse] * self.top, module.options.head_dim)
         even = self._even(module, chunk, state)
         if not torch.compiler.is_compiling():
-            longest = int((state.length + chunk.added).max()) if even is None else even + 1
-            buffers = self.reserve(buffers, longest)
+            buffers = self.reserve(buffers, chunk.longest(state.length + chunk.added))
         if t > self.margin and self._is_run(module, chunk, state):
             assert state.even is not None
             out, buffers = Run(self, module).extend(0, chunk.k[:, 0], state.even, project, buffers)
@@ -97,7 +102,8 @@ class Slices(Memory):
             buffers = moved(buffers, length, self, wide)
         for first in range(0, t, wide.margin):
             piece = slice(first, first + wide.margin)
-            news = News(chunk.k[:, 0, piece], real[:, piece], here[:, piece], length, even)
+            before = None if chunk.even is None else chunk.even + first
+            news = News(chunk.k[:, 0, piece], real[:, piece], here[:, piece], length, even, before)
             out, buffers = _Scale(wide, module, state.seed).extend(0, news, project, buffers)
             outs.append(out.masked_fill(~news.real[..., None], 0))
             length = news.after
@@ -188,23 +194,29 @@ class _Scale:
         buffers |= {f"{scale}.real": write(buffers[f"{scale}.real"], slot, news.real)}
         first, stop = news.length // size, news.after // size  # (B,)
         many = news.x.shape[1] // size + 1
-        if not torch.compiler.is_compiling():
+        inner = None if news.before is None else news.before // size
+        if inner is not None:
+            many = news.longest // size - inner
+        elif not torch.compiler.is_compiling():
             many = int((stop - first).max())
         if many:
             block = first[:, None] + torch.arange(many, device=first.device)  # (B, c)
-            buffers = self._completed(scale, block, block < stop[:, None], project, buffers, None)
+            buffers = self._completed(scale, block, block < stop[:, None], project, buffers, None, inner)
         before = news.position // size - 1  # (B, t): the slice whose output is given
         found = read(buffers[f"{scale}.given"], before % kept)[:, 0]
         return found.masked_fill((before < 0)[..., None], 0), buffers
 
     def _completed(
-        self, scale: int, block: Tensor, done: Tensor, project: Any, buffers: Buffers, even: int | None
-    ) -> Buffers:
+        self, scale: int, block: Tensor, done: Tensor, project: Any, buffers: Buffers, even: int | None,
+        before: int | None = None,
+    ) -> Buffers:  # fmt: skip
         """The slices (B, c) that are done become tokens of the coarser scale."""
         kept = buffers[f"{scale}.given"].shape[2] - 1
         pooled, alive = self._pooled(scale, block, buffers)
         inner = project if self.options.share_weights else self.module.own[scale]
-        given, buffers = self.extend(scale + 1, News(pooled, alive & done, done, block[:, 0], even), inner, buffers)
+        given, buffers = self.extend(
+            scale + 1, News(pooled, alive & done, done, block[:, 0], even, before), inner, buffers
+        )
         place = torch.where(done, block % kept, kept)
         return buffers | {f"{scale}.given": write(buffers[f"{scale}.given"], place, given[:, None])}
 
@@ -253,7 +265,7 @@ class _Scale:
         slot = torch.where(news.here, news.position, trash)
         new = {"k": k, "v": v, "real": news.real}
         buffers = buffers | {f"top.{name}": write(buffers[f"top.{name}"], slot, x) for name, x in new.items()}
-        used = trash if torch.compiler.is_compiling() else max(1, int(news.after.max()))
+        used = trash if torch.compiler.is_compiling() else max(1, news.longest)
         place = torch.arange(used, device=news.x.device)
         seen = (place <= news.position[..., None]) & buffers["top.real"][:, None, :used]  # (B, t, m)
         keys, values = (buffers[f"top.{name}"][:, :, :used] for name in ("k", "v"))

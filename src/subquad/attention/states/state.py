@@ -33,13 +33,25 @@ class Chunk(NamedTuple):
     real: Tensor | None  # bool (B, t); None = all
     here: Tensor | None  # bool (B, t); None = all
     added: Tensor  # int64 (B,) or (1,): new slots of a row
+    even: int | None = None  # positions of every row before it, where the host knows: nothing was ever padded
+
+    def longest(self, after: Tensor) -> int:
+        """How long the longest row is with it; `after` (B,) says it of every row, for the host to read if it must."""
+        return int(after.max()) if self.even is None else self.even + self.k.shape[2]
+
+    def completes(self, unit: int, length: Tensor, after: Tensor) -> int:
+        """How many blocks of so many tokens it completes at most."""
+        if self.even is None:
+            return int((after // unit - length // unit).max())
+        return (self.even + self.k.shape[2]) // unit - self.even // unit
 
     def part(self, first: int, last: int) -> Chunk:
         """Slots first … last-1."""
         q, k, v = (x[:, :, first:last] for x in (self.q, self.k, self.v))
         real, here = (None if x is None else x[:, first:last] for x in (self.real, self.here))
         added = (self.added - first).clamp(0, last - first)
-        return Chunk(q, k, v, self.position[:, first:last], real, here, added)
+        even = None if self.even is None else self.even + first
+        return Chunk(q, k, v, self.position[:, first:last], real, here, added, even)
 
 
 class Memory:

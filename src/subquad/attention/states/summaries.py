@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.attention.states.keys import Keys
+from subquad.attention.states.keys import Keys, first_length
 from subquad.attention.states.state import Buffers, Chunk, put, read, shifted, taken, write
 from subquad.attention.states.sums import every_head
 from subquad.kernels.merge import merge_attention
@@ -89,7 +89,7 @@ class Summaries(Keys):
             first, stop = length // one.unit, after // one.unit  # (B,): blocks that are complete by now
             many = chunk.q.shape[2] // one.unit + 1
             if not torch.compiler.is_compiling():
-                many = int((stop - first).max())
+                many = chunk.completes(one.unit, length, after)
                 if many == 0:
                     break
             block = first[:, None] + torch.arange(many, device=first.device)  # (B, c)
@@ -112,7 +112,8 @@ class Summaries(Keys):
 
     def has_fast_path(self, module, chunk, state):
         """Rows of equal length without padding, nothing dropped; sinks lie before the window."""
-        return super().has_fast_path(module, chunk, state) and self.partition.begin(int(state.length[0])) >= self.skip
+        fast = super().has_fast_path(module, chunk, state)
+        return fast and self.partition.begin(first_length(chunk, state)) >= self.skip
 
     def continued(self, module, chunk, buffers, length):
         """As one call does it, without a copy of the new tokens: they attend to each other, to the tokens that are kept
@@ -128,7 +129,7 @@ class Summaries(Keys):
         runs.append(shifted(self.tokens.slices(range(begin, length)), self._start(self.tokens)))
         sources += [(taken(buffers["k"], x), taken(buffers["v"], x), taken(buffers["real"], x)) for x in runs]
         keys, values, alive = (list(x) for x in zip(*sources, strict=True))
-        whole = all(x is None or bool(x.all()) for x in alive)
+        whole = chunk.even is not None or all(x is None or bool(x.all()) for x in alive)
         valid = [None if x is None or whole else x[:, None] for x in alive]  # (B, 1, m)
         support = Tail(of=self.partition.text, first=length - begin, sources=len(sources) - 1).text
         where = (support, f"from:{begin // self._branch}", stop - begin)
@@ -161,7 +162,7 @@ class Summaries(Keys):
         real = taken(buffers["real"], own)
         query = self._every_query(taken(buffers["q"], self.queries.slices(past)))
         old = (query, taken(buffers["k"], own), taken(buffers["v"], own))
-        if bool(real.all()):
+        if tokens.even is not None or bool(real.all()):
             return of_spans(module, old, tokens[:3], last - first, size)
         head = size - len(past)
         q, k, v = (torch.cat((x, y[:, :, :head]), 2)[:, :, None] for x, y in zip(old, tokens[:3], strict=True))

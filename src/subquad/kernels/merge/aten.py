@@ -73,10 +73,10 @@ class _Group:
             return x[rows, j::group] if x.shape[1] == heads else x[rows]
 
         self.targets = [(mine(x), x) for x in (*queries, *gradients)]
-        flat = [x.reshape(-1, *x.shape[2:]) for x, _ in self.targets]
+        flat = [x.flatten(0, 1) for x, _ in self.targets]
         self.queries, self.gradients = flat[: len(queries)], flat[len(queries) :]
-        self.keys = [mine(x).reshape(-1, *x.shape[2:]) for x in keys]
-        self.values = [mine(x).reshape(-1, *x.shape[2:]) for x in values]
+        self.keys = [mine(x).flatten(0, 1) for x in keys]
+        self.values = [mine(x).flatten(0, 1) for x in values]
         share = heads // group
         self.valid = [(x[rows] if len(x) > 1 else x)[:, 0] for x in valid]  # (b or 1, m)
         self.valid = [x.repeat_interleave(share, 0) if len(x) > 1 else x for x in self.valid]  # (G or 1, m)

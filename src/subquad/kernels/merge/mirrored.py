@@ -2,7 +2,7 @@
 
 The first half follows the plan of the whole batch with rows that begin at slot 0, the second with rows that end at the
 last slot, and both are merged by their logsumexps. A backward pass per half with the merged output and logsumexp is
-exact.
+exact. Dropout counts tokens from the start of their row, so where there is any the second half runs in plain torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ class _Turn(NamedTuple):
     back: Tensor  # (B, n): the inverse
     inside: Tensor  # bool (B, 1, n): where the rows are after the move
     behind: Tensor  # bool (B, 1, n): what lies behind their end before it
+    shift: Tensor  # (B,): how far they move
 
     @classmethod
     def of(cls, lengths: Tensor, n: int) -> _Turn:
         place, shift = torch.arange(n, device=lengths.device), n - lengths[:, None]
         inside = place >= shift
-        return cls((place - shift) % n, (place + shift) % n, inside[:, None], ~inside.flip(1)[:, None])
+        order, back = (place - shift) % n, (place + shift) % n
+        return cls(order, back, inside[:, None], ~inside.flip(1)[:, None], shift[:, 0])
 
     def to_end(self, x: Tensor) -> Tensor:
         """(B, H, n) or (B, H, n, d)."""
@@ -36,6 +38,10 @@ class _Turn(NamedTuple):
 
     def to_start(self, x: Tensor) -> Tensor:
         return _take(x, self.back)
+
+    def dropout(self, rest: Sequence) -> Tensor | None:
+        """What dropout has to know: it counts tokens from the start of their row."""
+        return self.shift if rest[-1] else None
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:
@@ -48,9 +54,10 @@ def forward(run: Forward, halves: tuple[str, str], q, keys, values, valid, lengt
     turn = _Turn.of(lengths, q.shape[2])
     first = run(q, keys, values, valid, lengths, seed, support, halves[0], n, *rest)
     sources = [_turned(turn, x) for x in (keys, values)]
-    out, lse = run(turn.to_end(q), *sources, _existing(turn, valid, keys), None, seed, support, halves[1], n, *rest)
+    about = (_existing(turn, valid, keys), None, seed, support, halves[1], n, *rest)
+    out, lse = run(turn.to_end(q), *sources, *about, moved=turn.dropout(rest))
     out, lse = turn.to_start(out), turn.to_start(lse)
-    return _merged(first, (out.masked_fill(turn.behind[..., None], 0), lse.masked_fill(turn.behind, -torch.inf)))
+    return merged(first, (out.masked_fill(turn.behind[..., None], 0), lse.masked_fill(turn.behind, -torch.inf)))
 
 
 def backward(
@@ -62,7 +69,7 @@ def backward(
     moved = [turn.to_end(x) for x in (grad.masked_fill(turn.behind[..., None], 0), q, out, lse)]
     sources = [_turned(turn, x) for x in (keys, values)]
     about = (_existing(turn, valid, keys), None, seed, support, halves[1], n, *rest)
-    second = run(*moved[:2], *sources, *moved[2:], *about)
+    second = run(*moved[:2], *sources, *moved[2:], *about, moved=turn.dropout(rest))
     for at in (0, len(keys), 2 * len(keys)):  # queries, and the last source of keys and of values
         first[at] = first[at] + turn.to_start(second[at])
     return first
@@ -79,7 +86,7 @@ def _existing(turn: _Turn, valid: list[Tensor], keys: list[Tensor]) -> list[Tens
     return [*valid[:-1], turn.to_end(valid[-1].expand(turn.inside.shape)) & turn.inside]
 
 
-def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """One softmax over the keys of both."""
     (a, one), (b, other) = first, second
     total = torch.logaddexp(one, other)  # (B, H, n)

@@ -3,7 +3,8 @@
 The plan of a row depends on its length, and to read that the host would have to wait for the device. Most plans of
 fewer tokens are the first queries and keys of the plan of more tokens (`Support.within`): there the whole batch follows
 one plan, with masks that are made on the device. Mirror images (`Support.halves`) follow the plan of the whole batch
-where rows end at the last slot (`mirrored`). Where sets depend on the length in any other way, the lengths are read.
+where rows end at the last slot (`mirrored`), and pairs of other places are put beside it (`Support.beside`). Where sets
+depend on the length in any other way, the lengths are read.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Padded(NamedTuple):
 
 
 def padded(
-    q: Tensor, keys: list[Tensor], valid: list[Tensor], lengths: Tensor, support: str, which: str, dropout: float
+    q: Tensor, keys: list[Tensor], valid: list[Tensor], lengths: Tensor, support: str, which: str
 ) -> Padded | None:
     """None where rows of their own length need plans of their own."""
     part = parse(support).within(which, lengths)
-    if part is None or (dropout and not part.is_numbered):
+    if part is None:
         return None
     masks = []
     for source, x in enumerate(keys):

@@ -14,7 +14,10 @@ from subquad.supports.parts import Part, Plan
 SOURCE = 1 << 26  # dropout counts the keys of source s from s·SOURCE on
 
 
-def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
+def forward(
+    q, keys, values, valid, lengths, seed, support, which, n, scale, dropout, moved=None
+) -> tuple[Tensor, Tensor]:
+    """`moved` (B,): by so many slots the tokens stand behind where dropout counts them."""
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf)
     for rows, plan in plans(q, keys, values, lengths, support, which, n):
         scored = list(_scores(q[rows], keys, valid, rows, plan, scale))
@@ -27,7 +30,7 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
         for part, s, at, key in scored:
             w = (s - base[:, :, at][..., None]).exp()  # (b, H, A, L, S)
             total.index_add_(2, at.flatten(), w.sum(-1).flatten(2))
-            w = w * _kept(w, part, rows, at, key, seed, dropout)
+            w = w * _kept(w, part, rows, at, key, seed, dropout, moved)
             v = _take(values[part.source][rows], key, q.shape[1])
             out[rows] = out[rows].index_add(2, at.flatten(), (w @ v).flatten(2, 3))
         out[rows] /= total.masked_fill(total == 0, 1)[..., None]
@@ -35,7 +38,9 @@ def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dro
     return out, lse
 
 
-def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
+def backward(
+    grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout, moved=None
+) -> list[Tensor]:
     """With p = exp(s - lse): dv = (p·kept)ᵀ g, ds = p·(kept·g·v - g·out), dq = ds k, dk = dsᵀ q."""
     dq, dk, dv = q.new_zeros(q.shape), *([x.new_zeros(x.shape) for x in xs] for xs in (keys, values))
     delta = (grad * out).sum(-1)  # (B, H, r)
@@ -45,7 +50,7 @@ def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, whi
             g, x = grad[rows][:, :, at], q[rows][:, :, at]  # (b, H, A, L, d)
             k, v = (_take(z[part.source][rows], key, q.shape[1]) for z in (keys, values))
             p = (s - base[rows][:, :, at][..., None]).exp()
-            kept = _kept(p, part, rows, at, key, seed, dropout)
+            kept = _kept(p, part, rows, at, key, seed, dropout, moved)
             ds = p * (g @ v.mT * kept - delta[rows][:, :, at][..., None]) * scale
             dq[rows] = dq[rows].index_add(2, at.flatten(), (ds @ k).flatten(2, 3))
             for total, change in ((dk, ds.mT @ x), (dv, (p * kept).mT @ g)):
@@ -90,7 +95,9 @@ def _add(total: Tensor, rows: slice, key: Tensor, change: Tensor) -> None:
     total[rows] = total[rows].index_add(2, key.flatten(), change)
 
 
-def _kept(like: Tensor, part: Part, rows: slice, at: Tensor, key: Tensor, seed: Tensor | None, dropout: float):
+def _kept(
+    like: Tensor, part: Part, rows: slice, at: Tensor, key: Tensor, seed: Tensor | None, dropout: float, moved=None
+):
     """What dropout multiplies the weights of a part with, (b, H, A, L, S), or 1."""
     if not dropout:
         return 1.0
@@ -100,4 +107,7 @@ def _kept(like: Tensor, part: Part, rows: slice, at: Tensor, key: Tensor, seed: 
     number = key if part.numbers is None else torch.from_numpy(part.numbers.places()).to(key.device)
     columns = (number + part.source * SOURCE)[:, None]  # (A, 1, S)
     rows_ = at[..., None] + part.origin  # (A, L, 1)
+    if moved is not None:
+        shift = moved[rows].view(-1, 1, 1, 1, 1)
+        rows_, columns = rows_ - shift, columns - shift  # (b, 1, A, …)
     return dropout_factors(seed.to(like.device), dropout, instance, rows_, columns, like.dtype)

@@ -50,30 +50,65 @@ def is_nested(support: str) -> bool:
 
 def pattern_mask(like: Tensor, support: str, families: Sequence[int], n: int, lengths: Tensor | None) -> Tensor:
     """The same as a mask, bool (B or 1, families, n, n)."""
-    return _mask(like, lengths, support, list(families), n)
+    if lengths is None or devices.is_host(like) or not masks_any_length(support):
+        return _mask(like, lengths, support, list(families), n)
+    inside = (torch.arange(n, device=like.device) < lengths[:, None])[:, None]  # (B, 1, n)
+    if is_nested(support):
+        seen = _mask(like, None, support, list(families), n)
+    else:
+        seen = _mask_by_length(lengths, support, list(families), n)
+    return seen & inside[:, :, None] & inside[..., None]
 
 
-def mask_on_device(
-    like: Tensor, support: str, families: Sequence[int], n: int, lengths: Tensor | None
-) -> Tensor | None:
-    """`pattern_mask` of rows of their own length without reading the lengths, where the host would have to wait for
-    them: of short sequences, and of patterns that are given by a predicate; else None.
+def edges_by_length(support: str, families: Sequence[int], n: int, num_heads: int, lengths: Tensor) -> EdgeList:
+    """`pattern_edges` of rows of their own length, made on the device that has the lengths, without reading them.
+
+    For 2n queries and keys: query i < n has as many edges as any may have, and those that it lacks lead to key n + i,
+    which must not exist. So nobody has many of them.
     """
-    if lengths is None or devices.is_host(like) or not masks_any_length(support, n):
-        return None
-    pattern, place = cast(Pattern, parse(support)), torch.arange(n, device=like.device)
-    i, j, size = place[:, None], place, lengths[:, None, None]  # (n, 1), (n,), (B, 1, 1)
-    shape = (len(lengths), n, n)  # a family may not care about the length
-    seen = torch.stack([pattern.sees(_family(f), i, j, size).expand(shape) for f in families], 1)  # (B, families, n, n)
-    inside = place < lengths[:, None]  # (B, n)
-    return seen & inside[:, None, None] & inside[:, None, :, None]
+    indptr, indices = _edges_by_length(lengths, support, list(families), n)
+    return EdgeList(indptr, indices, 2 * n, num_heads if len(families) == 1 else 1)
+
+
+def buckets_by_length(edges: EdgeList) -> Buckets:
+    """`EdgeList.buckets` of that list."""
+    n = edges.num_queries // 2
+    slots = torch.arange(edges.num_edges, device=edges.indices.device)
+    rows = edges.indices.view(edges.num_graphs, n, -1)
+    some = torch.arange(rows.shape[2], device=slots.device) == 0  # no map need accept an empty set
+    return [(slots.view(rows.shape), (rows < n) | some)], slots
 
 
 @constant_of_graphs
-def masks_any_length(support: str, n: int | None) -> bool:
-    """Is the mask of a row of any length, up to n tokens, made on the device? Nested sets have no need of it."""
+def lists_any_length(support: str) -> bool:
+    """Can `edges_by_length` be made?"""
+    return type(parse(support)).listed is not Pattern.listed  # type: ignore[attr-defined]
+
+
+@constant_of_graphs
+def masks_any_length(support: str) -> bool:
+    """Is the mask of a row of any length made on the device?"""
     pattern = cast(Pattern, parse(support))
-    return devices.is_short(n) and pattern.is_predicate and not pattern.is_nested
+    return pattern.is_nested or pattern.is_predicate or type(pattern).masked is not Pattern.masked
+
+
+def rather_masked(like: Tensor, support: str, n: int, lengths: Tensor | None) -> bool:
+    """Is a mask better than lists for rows of their own length? Where the host would wait to learn the lengths, and
+    pairs are few.
+    """
+    if lengths is None or devices.is_host(like) or not devices.is_short(n):
+        return False
+    return masks_any_length(support) and not is_nested(support) and not lists_any_length(support)
+
+
+def reads_no_length(support: str, n: int | None, *, in_blocks: bool) -> bool:
+    """Does a device that has the lengths of rows, n tokens at most, need no host to read them? In blocks by `merge`, or
+    as lists and masks.
+    """
+    pattern = cast(Pattern, parse(support))
+    if in_blocks or pattern.is_nested:
+        return pattern.is_nested or type(pattern).common is not Pattern.common
+    return lists_any_length(support) or (devices.is_short(n) and masks_any_length(support))
 
 
 @lru_cache(maxsize=32)
@@ -141,6 +176,43 @@ def _(like, lengths, support, families, n):
     return like.new_empty(graphs, n + 1, dtype=torch.int64), like.new_empty(edges, dtype=torch.int32)
 
 
+@torch.library.custom_op("subquad::pattern_edges_by_length", mutates_args=())
+def _edges_by_length(lengths: Tensor, support: str, families: list[int], n: int) -> tuple[Tensor, Tensor]:
+    """As `_edges`."""
+    pattern, own = cast(Pattern, parse(support)), torch.arange(n, device=lengths.device)[:, None]
+    keys = torch.stack([_known(pattern.listed(n, _family(f), lengths)) for f in families], 1)  # (B, families, n, most)
+    graph, row = (
+        torch.arange(len(lengths) * len(families), device=own.device),
+        torch.arange(2 * n + 1, device=own.device),
+    )
+    indptr = (graph[:, None] * n + row.clamp(max=n)) * keys.shape[3]
+    return indptr, torch.where(keys < n, keys, n + own).int().flatten()
+
+
+@_edges_by_length.register_fake
+def _(lengths, support, families, n):
+    edges = torch.library.get_ctx().new_dynamic_size()
+    indptr = lengths.new_empty(len(families) * lengths.shape[0], 2 * n + 1)
+    return indptr, lengths.new_empty(edges, dtype=torch.int32)
+
+
+def _known(found: Tensor | None) -> Tensor:
+    assert found is not None
+    return found
+
+
+@torch.library.custom_op("subquad::pattern_mask_by_length", mutates_args=())
+def _mask_by_length(lengths: Tensor, support: str, families: list[int], n: int) -> Tensor:
+    """As `_mask`, whatever it says behind the ends of rows."""
+    pattern = cast(Pattern, parse(support))
+    return torch.stack([_known(pattern.masked(n, _family(f), lengths)) for f in families], 1)
+
+
+@_mask_by_length.register_fake
+def _(lengths, support, families, n):
+    return lengths.new_empty(lengths.shape[0], len(families), n, n, dtype=torch.bool)
+
+
 @torch.library.custom_op("subquad::pattern_mask", mutates_args=())
 def _mask(like: Tensor, lengths: Tensor | None, support: str, families: list[int], n: int) -> Tensor:
     pattern, rows = cast(Pattern, parse(support)), []
@@ -159,13 +231,19 @@ def _(like, lengths, support, families, n):
 # ---- the keys of a few queries ------------------------------------------------------------------------------
 
 
-def named_keys(position: Tensor, pattern: Pattern, families: tuple[int, ...], room: int) -> Tensor:
+def named_keys(
+    position: Tensor, pattern: Pattern, families: tuple[int, ...], room: int, first: int | None = None
+) -> Tensor:
     """The keys that a causal pattern names for queries at `position` (B, t): int64 (B, families, t, m), -1 = none.
 
-    m is the length of the longest list; in a compiled graph that of all queries before position `room`.
+    m is the length of the longest list; in a compiled graph that of all queries before position `room`. `first`: the
+    first position of all rows, where the host knows it.
     """
+    if first is not None:
+        lists = _listed(np.arange(first, first + position.shape[1])[None], pattern, families, 0)
+        return _given(lists, position).expand(len(position), -1, -1, -1)
     if not torch.compiler.is_compiling():
-        return _listed(position, pattern, families, 0)
+        return _given(_listed(position.cpu().numpy(), pattern, families, 0), position)
     text = text_of(pattern)
     return _named(position.clamp(max=room - 1), text, list(families), most_named(text, families, room))
 
@@ -185,16 +263,15 @@ def _most_named(pattern: Pattern, families: tuple[int, ...], n: int) -> int:
 
 @torch.library.custom_op("subquad::named_keys", mutates_args=())
 def _named(position: Tensor, support: str, families: list[int], width: int) -> Tensor:
-    return _listed(position, cast(Pattern, parse(support)), families, width)
+    return _given(_listed(position.cpu().numpy(), cast(Pattern, parse(support)), families, width), position)
 
 
-def _listed(position: Tensor, pattern: Pattern, families: Sequence[int], width: int) -> Tensor:
+def _listed(i: np.ndarray, pattern: Pattern, families: Sequence[int], width: int) -> np.ndarray:
     """The lists of named keys, `width` of them or, where that is 0, as many as the longest has."""
-    i = position.cpu().numpy()
     lists = [pattern.named(_family(f), i) for f in families]
     most = width or max(x.shape[-1] for x in lists)
     wide = [np.pad(x, ((0, 0), (0, 0), (0, most - x.shape[-1])), constant_values=-1) for x in lists]
-    return torch.from_numpy(np.stack(wide, 1)).to(position.device, torch.int64)
+    return np.stack(wide, 1).astype(np.int64)
 
 
 @_named.register_fake
