@@ -11,7 +11,7 @@ import torch
 import subquad
 from subquad.attention.registry import mechanism
 from subquad.kernels import mixture
-from subquad.kernels.merge import entrance
+from subquad.kernels.merge import op
 from subquad.testing import cases
 
 
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 def asked_by(name: str, n: int) -> tuple[Asked, ...]:
     """What one mechanism asks for at n tokens, with all its examples, causal or not."""
     found: dict[Asked, None] = {}
-    real = entrance.eager_merge
+    real = op.eager_merge
 
     def spy(q: Any, keys: Any, *rest: Any) -> Any:
         support, which, length = rest[4:7]
@@ -39,7 +39,7 @@ def asked_by(name: str, n: int) -> tuple[Asked, ...]:
 
     # the CPU kernel of a mixture does without merge, the others do not
     others = mock.patch.object(mixture.cpu.Chosen, "fits", return_value=False)
-    with mock.patch.object(entrance, "eager_merge", spy), mock.patch.object(mixture, "merge", spy), others:
+    with mock.patch.object(op, "eager_merge", spy), mock.patch.object(mixture, "merge", spy), others:
         for options in mechanism(name).examples:
             for case in cases(name, **options):
                 case.run(case.make(torch.float32), case.inputs(n, torch.float32, batch=1))

@@ -20,7 +20,7 @@ from subquad.kernels import devices
 from subquad.supports.shards import Cut, Range, divide
 
 _current: ContextVar[Layout | None] = ContextVar("layout", default=None)
-_divided = False  # has any sequence been divided? torch.compile cannot read a ContextVar, and need not where none has
+_divided = 0  # layouts in use: torch.compile cannot read a ContextVar, and need not where there is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +91,13 @@ class Layout:
 def enter(layout: Layout) -> Any:
     """Make it the current layout, until `leave` is called with what this returns."""
     global _divided
-    _divided = True
+    _divided += 1
     return _current.set(layout)
 
 
 def leave(token: Any) -> None:
+    global _divided
+    _divided -= 1
     _current.reset(token)
 
 
