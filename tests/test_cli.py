@@ -234,7 +234,7 @@ def test_numbers_are_written_for_people():
         ("plot fixed:causal=true --bidirectional -o out.png", "causal is True in the spec and False"),
         ("gallery -o /proc/nowhere", "/proc/nowhere"),
         ("bench", "SPEC"),
-        ("bench fixed --n 0", "a length must be ≥ 1, not 0"),
+        ("bench fixed --n 0", "--n must be comma-separated integers ≥ 1, such as 1024,4096, not '0'"),
         ("bench fixed --n 8,x", "--n must be comma-separated integers ≥ 1, such as 1024,4096, not '8,x'"),
         ("study gpu-time --n 8,x", "--n must be comma-separated integers ≥ 1, such as 1024,4096, not '8,x'"),
         ("bench fixed --repeats 0", "--repeats"),

@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 
 import pytest
+from torch import nn
 
 import subquad
 from subquad import tasks
@@ -98,6 +99,7 @@ def test_processes_find_modules_of_the_callers(monkeypatch, tmp_path):
     [
         (lambda: subquad.train("needl"), "unknown task 'needl'; did you mean needle"),
         (lambda: subquad.train("needle", 3), "attention must be a spec or a list of specs, such as .*, not 3"),
+        (lambda: subquad.train("needle", nn.Sequential(nn.ReLU(), nn.ReLU())), "such as .*, not Sequential$"),
         (lambda: subquad.train("needle", step=3), "needle has no option 'step'; did you mean steps"),
         (lambda: subquad.train("needle", steps="x"), "needle: steps must be an integer ≥ 1, not 'x'"),
         (lambda: subquad.train("needle", seed="a"), "seed must be an integer ≥ 0, not 'a'"),

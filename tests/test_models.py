@@ -366,7 +366,7 @@ def test_a_padded_slot_gives_the_same_wherever_the_row_stands(spec):
 
 def test_wrong_ids_and_configurations_are_named():
     config = SubquadConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, attention="full")
-    with pytest.raises(ValueError, match=r"input_ids must be between 0 and 15 \(vocab_size=16\), not 3 … 99"):
+    with pytest.raises(ValueError, match=r"input_ids must be between 0 and 15 \(vocab_size=16\), not 3 to 99"):
         SubquadForCausalLM(config)(torch.tensor([[3, 99]]))
     with pytest.raises(TypeError, match="config must be a SubquadConfig, not 'combiner-fixed'"):
         SubquadForCausalLM("combiner-fixed")

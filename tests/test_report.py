@@ -227,6 +227,18 @@ def test_nobody_wins_by_noise():
     assert "no winner" in said(("full", [30.0], 1.0), larger=False, guessing={"score": 29.0, "error": 0.1})
 
 
+def test_nobody_wins_on_the_plateau_or_before_the_others_have_finished():
+    row = {**make_row("full", [0.9], 1.0, []), "colour": 0}
+    missing = {**make_row("star", [], None, []), "colour": 1}
+    on_plateau = findings.find([{**row, "left_plateau": [None]}])
+    assert "no winner" in findings.headline(on_plateau) and "plateau" in findings.headline(on_plateau)
+    first = findings.find([row, missing])
+    assert findings.headline(first).striptags() == "Only full has a result so far, accuracy 0.900."
+    for found in (on_plateau, first):
+        assert not findings.cards([row, missing], found)
+        assert not any(cell.best for cell in columns([row, missing], "accuracy", found)[0].cells)
+
+
 def test_no_speed_is_claimed_from_a_busy_machine(tmp_path):
     rows = [make_row("full", [0.9], 1.0, []), make_row("star", [0.5], 0.2, [])]
     assert said(("full", [0.9], 1.0), ("star", [0.5], 0.2), busy="noise") == "full has the best accuracy, 0.900."

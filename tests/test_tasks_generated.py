@@ -48,7 +48,9 @@ def test_needles_answer_their_questions():
         assert len(facts) == 4 and asked.sum() == 5
         for token, label in zip(ids[asked, 0], labels[asked, 0], strict=True):
             assert facts[int(token) - 17 - 32] == label
-    with pytest.raises(ValueError, match="length=250 must be whole sentences"):
+    with pytest.raises(
+        ValueError, match=r"length must be a multiple of sentence=\d+ and at least \d+ for keys=.*, not 250"
+    ):
         task("needle", settings=("length=250",)).load()
 
 

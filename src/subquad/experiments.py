@@ -236,11 +236,17 @@ def _check(task: str, specs: list[str], recipe: str, data: Any, settings: dict[s
     return texts
 
 
+def _shown(value: Any) -> str:
+    """A value inside one line: of an object whose text is longer, such as a module, its type."""
+    text = repr(value)
+    return text if len(text) < 80 and "\n" not in text else type(value).__name__
+
+
 def _texts(name: str, value: Any, *example: str) -> list[str]:
     """A list of specs; a text counts as a list of one."""
     found = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
     if not found or not all(isinstance(each, str) for each in found):
-        raise TypeError(f"{name} must be a spec or a list of specs, such as {list(example)}, not {value!r}")
+        raise TypeError(f"{name} must be a spec or a list of specs, such as {list(example)}, not {_shown(value)}")
     return found
 
 

@@ -1,6 +1,6 @@
 """Combiner's instantiations (Ren et al. 2021, section 4): each is a partition and the options that describe it.
 
-    combiner-fixed      4.1: the own span token by token, every other span as one summary
+    combiner-fixed      4.1: one's own span token by token, every other span as one summary
     combiner-window     a sliding window and attention sinks token by token, every other span as one summary
     combiner-tree       the remark in 3.1: groups of groups
     combiner-logsparse  4.2 and appendix B: everything before i as O(log i) binary blocks
@@ -38,7 +38,7 @@ from subquad.supports.support import text_of
 
 
 class CombinerFixed(Combiner):
-    """Combiner-Fixed (Ren et al. 2021, section 4.1): the own span token by token, every other span as one summary.
+    """Combiner-Fixed (Ren et al. 2021, section 4.1): one's own span token by token, every other span as one summary.
 
         Ω_i^0 = {j : ⌊j/s⌋ = ⌊i/s⌋}  (causal: j ≤ i)      groups: the other spans (causal: the earlier, complete ones)
         k_a, q_a = pools over span a                     v_a = Σ_{j in a} softmax_j(q_a·k_j·scale) v_j

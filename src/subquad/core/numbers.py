@@ -79,5 +79,5 @@ def parse_lengths(text: str, flag: str = "--n", example: str = "1024,4096") -> l
     except ValueError:
         raise ValueError(f"{flag} must be comma-separated integers ≥ 1, such as {example}, not {text!r}") from None
     if lengths[0] < 1:
-        raise ValueError(f"{'a length' if flag == '--n' else flag} must be ≥ 1, not {lengths[0]}")
+        raise ValueError(f"{flag} must be comma-separated integers ≥ 1, such as {example}, not {text!r}")
     return lengths

@@ -41,10 +41,8 @@ class Embeddings(nn.Module):
             return self.tokens(ids)
         except IndexError:
             low, high = (int(each) for each in ids.aminmax())
-            size = self.tokens.num_embeddings
-            raise ValueError(
-                f"input_ids must be between 0 and {size - 1} (vocab_size={size}), not {low} … {high}"
-            ) from None
+            size, found = self.tokens.num_embeddings, f"{low}" if low == high else f"{low} to {high}"
+            raise ValueError(f"input_ids must be between 0 and {size - 1} (vocab_size={size}), not {found}") from None
 
     def forward(self, x: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
         """x: ids (B, n) or embeddings (B, n, D); positions (B or 1, n)."""

@@ -33,11 +33,18 @@ class Findings(NamedTuple):
     beats_guessing: bool
     fastest: Row | None  # None where no time can be trusted
     trade: Row | None  # the fastest of those close to the best
+    plateau: bool  # no attention has left it, so none is ranked
+    alone: bool  # the only one of several with a result so far
+
+    @property
+    def has_winner(self) -> bool:
+        return self.beats_guessing and not self.plateau and not self.alone
 
 
 def find(rows: Sequence[Row], guessing: dict[str, float] | None = None, *, busy: str | None = None) -> Findings | None:
     """None where nothing has finished. `busy` says why times are not to be trusted, if they are not."""
     done = finished(rows)
+    alone = len(done) == 1 < len(rows)
     done = [row for row in done if not stuck(row)] or done
     if not done:
         return None
@@ -60,6 +67,8 @@ def find(rows: Sequence[Row], guessing: dict[str, float] | None = None, *, busy:
         beats_guessing=beats,
         fastest=min(timed, key=time_of, default=None),
         trade=min(near, key=time_of, default=None) if beats else None,
+        plateau=all(map(stuck, done)),
+        alone=alone,
     )
 
 
@@ -145,6 +154,12 @@ def headline(found: Findings | None) -> Markup:
         return Markup("No attention beats guessing, {} {}: this comparison has no winner.").format(
             found.metric, number(found.guessing or 0.0)
         )
+    if found.plateau:
+        return Markup("No attention has left the plateau in these steps: this comparison has no winner.")
+    if found.alone:
+        return Markup("Only {} has a result so far, {} {}.").format(
+            name(found.best), found.metric, number(found.best["mean"])
+        )
     if found.level:
         who = names([found.best, *found.level])
         start = Markup("{} are level: the best {} is {}, and the differences are within the noise").format(
@@ -200,7 +215,7 @@ class Card(NamedTuple):
 
 def cards(rows: Sequence[Row], found: Findings | None) -> list[Card]:
     """Best, fastest, best trade: those that can be told."""
-    if found is None or not found.beats_guessing:
+    if found is None or not found.has_winner:
         return []
     best = found.best
     detail = Markup("the highest {}" if found.larger else "the lowest {}").format(found.metric)

@@ -137,7 +137,7 @@ def scored(row: Row) -> str:
 
 
 def columns(rows: Sequence[Row], metric: str, found: findings.Findings | None, *, busy: bool = False) -> list[Column]:
-    """The table, column by column. Of the metric all that are level with the best are marked, if they beat guessing; of
+    """The table, column by column. Of the metric all that are level with the best are marked, if there is a winner; of
     the time none if times are not to be trusted.
     """
     shown = partial(findings.relative, trusted=not busy)
@@ -149,7 +149,7 @@ def columns(rows: Sequence[Row], metric: str, found: findings.Findings | None, *
         column(rows, "parameters", "parameters", lambda row: f"{row['parameters']:,}"),
         column(rows, "connections", "connections", lambda row: f"{row['connections']:,.0f}"),
     ]
-    winners = [found.best, *found.level] if found is not None and found.beats_guessing else []
+    winners = [found.best, *found.level] if found is not None and found.has_winner else []
     for row, cell in zip(rows, made[0].cells, strict=True):
         cell.best = len(winners) < len(rows) and any(row is each for each in winners)
     slowest = max((cell.value for cell in made[1].cells if cell.value), default=1.0)

@@ -36,8 +36,8 @@ class NeedleRecipe(Recipe):
         needed = (self.keys * self.repeats + self.questions) * self.sentence
         if self.length % self.sentence or needed > self.length:
             raise ValueError(
-                f"length={self.length} must be whole sentences of {self.sentence} tokens, and at least {needed} for "
-                f"{self.keys} facts × {self.repeats} and {self.questions} questions"
+                f"length must be a multiple of sentence={self.sentence} and at least {needed} for "
+                f"keys={self.keys}, repeats={self.repeats} and questions={self.questions}, not {self.length}"
             )
 
 
