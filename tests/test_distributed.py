@@ -16,7 +16,7 @@ import subquad
 from distributed_runs import Team, close, compare, compare_layer, compare_model, make_batch, make_model
 from subquad.bench import Setting
 from subquad.bench_processes import bytes_sent
-from subquad.distributed import average_gradients, counted, merging, sequence_parallel, shard
+from subquad.distributed import average_gradients, counted, layouts, merging, sequence_parallel, shard
 from subquad.distributed.across import Across
 from subquad.distributed.groups import DryGroup, Group, Pending
 from subquad.distributed.layouts import zigzag_ranges
@@ -408,6 +408,15 @@ def test_own_keys_are_attended_to_while_others_travel(monkeypatch, spec):
         events.clear()
         out.backward(torch.empty_like(out))
     assert events[:4] == ["remote", "send", "local", "wait"]
+
+
+def test_a_graph_can_be_captured_after_a_sequence_was_divided():
+    """torch.compile cannot read a ContextVar: where no layout is in use, none is read."""
+    token = layouts.enter(object())
+    assert layouts.current() is not None
+    layouts.leave(token)
+    step = torch.compile(lambda x: x + (layouts.current() is None), backend="eager", fullgraph=True)
+    assert torch.equal(step(torch.zeros(2)), torch.ones(2))
 
 
 @pytest.mark.parametrize("causal", [True, False])
