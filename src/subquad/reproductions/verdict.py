@@ -115,7 +115,10 @@ def verdict(judgements: list[Judgement]) -> tuple[str, str]:
     if not total:
         return MISSING, "The paper makes no claim about these numbers that could hold or fail."
     if not decided:
-        return MISSING, "Nothing of it has been run yet."
+        return (
+            MISSING,
+            "No claim of the paper can be judged yet: each compares two methods, of which one or both have not been run.",
+        )
     word = CONTRADICTS if count[CONTRADICTS] else AGREES if count[AGREES] else OPEN
     return word, " ".join(_sentences(word, count, decided, total, judgements))
 

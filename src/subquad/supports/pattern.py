@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.core.numbers import triangle
 from subquad.supports.kept import EVERYTHING, Kept, Ranges
 from subquad.supports.parts import Grid, Part, Plan, make_plan
 from subquad.supports.placed import Placed
@@ -172,6 +173,10 @@ class Pattern(Support):
     def connections(self, n: int, family: int | None = None) -> int:
         """Σ_k |A_k^l|."""
         return len(kept_csr(self, n, family)[1])
+
+    def sparsity(self, n: int, family: int | None = None) -> float:
+        """Share of the n² (causal: n(n+1)/2) possible connections that are absent."""
+        return 1 - self.connections(n, family) / (triangle(n) if self.causal else n * n)
 
 
 def _family(which: str) -> int | None:
