@@ -115,10 +115,7 @@ def verdict(judgements: list[Judgement]) -> tuple[str, str]:
     if not total:
         return MISSING, "The paper makes no claim about these numbers that could hold or fail."
     if not decided:
-        return (
-            MISSING,
-            "No claim of the paper can be judged yet: each compares two methods, of which one or both have not been run.",
-        )
+        return MISSING, "No claim of the paper can be judged yet: both methods of one have to be run."
     word = CONTRADICTS if count[CONTRADICTS] else AGREES if count[AGREES] else OPEN
     return word, " ".join(_sentences(word, count, decided, total, judgements))
 
