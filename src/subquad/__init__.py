@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from subquad.attention.base import Attention, Capabilities, Record
+    from subquad.attention.base import Attention, Capabilities
+    from subquad.attention.call import Record
     from subquad.attention.registry import attention, available, register, unregister
     from subquad.core.options import Options, option
     from subquad.experiments import Compared, Trained, compare, train
@@ -43,7 +44,7 @@ _PLACES = {
     "Compared": "subquad.experiments",
     "MultiheadAttention": "subquad.layers",
     "Options": "subquad.core.options",
-    "Record": "subquad.attention.base",
+    "Record": "subquad.attention.call",
     "Trained": "subquad.experiments",
     "attention": "subquad.attention.registry",
     "available": "subquad.attention.registry",

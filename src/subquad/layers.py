@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import draw_seed
+from subquad.attention.call import draw_seed
 from subquad.attention.registry import attention as make_attention
 from subquad.attention.states import State
 from subquad.kernels.affine import affine, affine_parts, apply_linear

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.attention.base import Attention, Record
+from subquad.attention.base import Attention
+from subquad.attention.call import Record
 from subquad.kernels.values import readable
 
 SPARE = 32  # slots that may be filled up in a call before another call is cheaper

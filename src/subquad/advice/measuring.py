@@ -96,13 +96,20 @@ def step_seconds(subject: Subject, shape: Shape, quantity: str) -> float:
     return best(step, SHARED if subject == ALONE else CAREFUL if shape.n * shape.batch == MIDDLE else LEAST)
 
 
+def surroundings(subject: Subject) -> tuple[str, dict[str, str]]:
+    """The module in which a mechanism registers itself, and the environment of a process that can import it: one of the
+    user's may lie in the working folder.
+    """
+    module = mechanism(split_spec(subject.spec)[0]).__module__
+    return module, {**os.environ, "PYTHONPATH": child_paths(working_folder=not module.startswith("subquad."))}
+
+
 def fresh_seconds(subject: Subject, shape: Shape, *, backward: bool, least_seconds: float = LEAST) -> float:
     """As a program has it that runs nothing else. Tensors of more than 32 MiB are fresh memory at every step there;
     after other layers they may fit where the tensors of these were, and a step takes up to a third less.
     """
-    module = mechanism(split_spec(subject.spec)[0]).__module__  # a mechanism of the user's registers itself there
+    module, environment = surroundings(subject)
     request = json.dumps([module, torch.get_num_threads(), subject.key, shape, backward, least_seconds])
-    environment = {**os.environ, "PYTHONPATH": child_paths(working_folder=not module.startswith("subquad."))}
     done = subprocess.run(
         child_command(__name__, request), env=environment, stdout=subprocess.PIPE, text=True, check=True
     )

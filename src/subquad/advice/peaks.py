@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -22,14 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.advice.measuring import make
+from subquad.advice.measuring import make, surroundings
 from subquad.advice.points import BASE, BATCHED, MIDDLE, VARIED, Points, Shape, Subject
-from subquad.attention.registry import mechanism
 from subquad.bench import Step, growth
 from subquad.core.child import command as child_command
-from subquad.core.child import paths as child_paths
 from subquad.core.memory import RETURNED
-from subquad.core.options import split_spec
 
 MEASURED = (512, 2048, 8192)  # lengths, at the base size
 
@@ -49,8 +45,8 @@ class Peaks:
         """`peak`: how far the step raises the memory of a process; `kept`: bytes that wait for the backward pass;
         `parameters`: bytes of the mechanism's own.
         """
-        module = mechanism(split_spec(subject.spec)[0]).__module__  # a mechanism of the user's registers itself there
-        process = self._started(module)
+        module, environment = surroundings(subject)
+        process = self._started(environment)
         assert process.stdin is not None and process.stdout is not None
         request = {"module": module, "subject": subject.key, "shape": shape, "backward": backward}
         process.stdin.write(json.dumps(request) + "\n")
@@ -62,12 +58,11 @@ class Peaks:
             raise ValueError(f"memory of {subject.key} at n = {shape.n:,} could not be measured: {answer['error']}")
         return answer
 
-    def _started(self, module: str) -> subprocess.Popen[str]:
+    def _started(self, environment: dict[str, str]) -> subprocess.Popen[str]:
         if self.process is None:
-            foreign = not module.startswith("subquad.")
             self.process = subprocess.Popen(
                 child_command("subquad.advice.peaks", str(torch.get_num_threads())),
-                env={**os.environ, **RETURNED, "PYTHONPATH": child_paths(working_folder=foreign)},
+                env={**environment, **RETURNED},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

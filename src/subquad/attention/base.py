@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from subquad.attention.call import Call, Record, draw_seed
 from subquad.attention.checks import check_inputs, checked_seed, unknown_argument
 from subquad.attention.registry import no_such_direction
 from subquad.attention.rows import Rows, clean, repeat_heads, weights_by_row
@@ -32,32 +33,6 @@ class Capabilities:
     needs_max_length: bool = False
     level: str = "head"  # "head": works on q, k, v; "layer": works on tokens and the layer's projections
     weights: bool = True  # the output is weights × values, and `weights` gives them
-
-
-class Call(NamedTuple):
-    """What belongs to one call beside q, k and v. Nothing of it outlives the call."""
-
-    key_mask: Tensor | None = None  # bool (B, m), True = a real token
-    lengths: Tensor | None = None  # int64 (B,): the tokens of a row stand in its first slots; None = in all of them
-    seed: Tensor | None = None  # int64 (): everything random follows from it; None where nothing is
-    dropout: float = 0.0
-    training: bool = False
-    slots: int = 0  # the length of the batch: what sizes follow that are left open
-    shard: Any = None  # this process's part of the rows (`distributed.across.Piece`); None = the rows are whole
-
-    @property
-    def exists(self) -> Tensor | None:
-        """The key mask as it broadcasts over heads, (B, 1, m)."""
-        return None if self.key_mask is None else self.key_mask[:, None]
-
-
-class Record(NamedTuple):
-    """What one call has to tell beside its output; a mechanism fills in what it has."""
-
-    density: Tensor | None = None  # (H,): sampled edges / possible edges
-    auxiliary_loss: Tensor | None = None  # a term of the loss that the mechanism asks for
-    statistics: Tensor | None = None  # sums for running averages: hand them to `update` after the step
-    path: str | None = None  # which kernel ran, where there is a choice
 
 
 class Attention(nn.Module):
@@ -399,8 +374,3 @@ class Attention(nn.Module):
         if key_mask is None or not self.positional:
             return self.define(q, k, call)
         return weights_by_row(lambda q, k, real: self.define(q, k, call._replace(key_mask=real)), q, k, key_mask)
-
-
-def draw_seed() -> Tensor:
-    """One number from torch's global generator: everything random in a call follows from it."""
-    return torch.randint(2**62, ())

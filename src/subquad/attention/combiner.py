@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from subquad.abstraction import Abstraction
-from subquad.attention.base import Call
+from subquad.attention.call import Call
 from subquad.attention.checks import check_inputs
 from subquad.attention.sized import SizedAttention
 from subquad.attention.states.state import Memory

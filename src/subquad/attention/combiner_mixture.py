@@ -19,7 +19,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call
+from subquad.attention.base import Attention
+from subquad.attention.call import Call
 from subquad.attention.combiner import Combiner, CombinerOptions, joint_weights
 from subquad.attention.combiner_plans import (
     CombinerAxial,

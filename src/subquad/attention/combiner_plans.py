@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.abstraction import AnyKind
-from subquad.attention.base import Call, Record
+from subquad.attention.call import Call, Record
 from subquad.attention.combiner import Combiner, CombinerOptions
 from subquad.attention.rows import Rows, repeat_heads
 from subquad.attention.states import entrance

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from subquad.abstraction import Abstraction
-from subquad.attention.base import Call
+from subquad.attention.call import Call
 from subquad.attention.routing import Clusters, Routing, RoutingOptions
 from subquad.attention.states.replay import Replay
 from subquad.attention.states.state import Memory

@@ -34,7 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call, Capabilities, Record
+from subquad.attention.base import Attention, Capabilities
+from subquad.attention.call import Call, Record
 from subquad.attention.checks import check_lengths, check_mask
 from subquad.attention.composite_slice_definition import Definition
 from subquad.attention.length_groups import length_groups, put_together

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Call
+from subquad.attention.call import Call
 from subquad.attention.composite_slice import CompositeSlice
 from subquad.attention.slicing import Composer, Tokens, add_by_slice, each, slices
 from subquad.supports.shards import Cut, aligned, in_blocks

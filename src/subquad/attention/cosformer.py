@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention.base import Call
+from subquad.attention.call import Call
 from subquad.attention.linear import Features, KernelAttention, refuse_scale
 from subquad.attention.outputs import within_rows
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Call
+from subquad.attention.call import Call
 from subquad.attention.hca import HCA, CompressedOptions, Compressor, project, rotate
 from subquad.attention.states.state import Buffers
 from subquad.core.options import option

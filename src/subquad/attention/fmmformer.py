@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call
+from subquad.attention.base import Attention
+from subquad.attention.call import Call
 from subquad.attention.full import drop_keys, masked_map
 from subquad.attention.outputs import within_rows
 from subquad.attention.pattern_attention import FamilySees

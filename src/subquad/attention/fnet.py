@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention.base import Call, Capabilities
+from subquad.attention.base import Capabilities
+from subquad.attention.call import Call
 from subquad.attention.full import drop_keys
 from subquad.attention.linear import refuse_scale
 from subquad.attention.outputs import OutputAttention, within_rows

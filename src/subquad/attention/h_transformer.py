@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call
+from subquad.attention.base import Attention
+from subquad.attention.call import Call
 from subquad.attention.full import drop_keys
 from subquad.attention.outputs import within_rows
 from subquad.core.numbers import settled

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call, Capabilities, Record
+from subquad.attention.base import Attention, Capabilities
+from subquad.attention.call import Call, Record
 from subquad.attention.checks import check_lengths, check_mask
 from subquad.attention.full import drop_keys
 from subquad.attention.rows import Rows, clean_tokens, real_spans, repeat_heads

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call, Capabilities
+from subquad.attention.base import Attention, Capabilities
+from subquad.attention.call import Call
 from subquad.attention.full import drop_keys
 from subquad.attention.states.state import Memory
 from subquad.attention.states.sums import Sums

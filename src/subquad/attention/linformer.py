@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Call, Capabilities, Record
+from subquad.attention.base import Capabilities
+from subquad.attention.call import Call, Record
 from subquad.attention.checks import check_inputs, check_lengths
 from subquad.attention.full import sdpa
 from subquad.attention.outputs import OutputAttention, within_rows

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Call, Capabilities
+from subquad.attention.base import Capabilities
+from subquad.attention.call import Call
 from subquad.attention.outputs import OutputAttention
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option

@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Call, Capabilities, Record
+from subquad.attention.base import Capabilities
+from subquad.attention.call import Call, Record
 from subquad.attention.checks import check_lengths
 from subquad.attention.full import drop
 from subquad.attention.outputs import OutputAttention, within_rows

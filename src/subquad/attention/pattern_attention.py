@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Call
+from subquad.attention.call import Call
 from subquad.attention.full import MapOptions, masked_map
 from subquad.attention.sized import SizedAttention
 from subquad.attention.states.attending import attend_kept

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention.base import Call, Capabilities
+from subquad.attention.base import Capabilities
+from subquad.attention.call import Call
 from subquad.attention.linear import Features, KernelAttention
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option

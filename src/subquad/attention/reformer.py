@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call, Capabilities, Record
+from subquad.attention.base import Attention, Capabilities
+from subquad.attention.call import Call, Record
 from subquad.core.hashing import chances, streams
 from subquad.core.numbers import settled
 from subquad.core.options import Options as BaseOptions

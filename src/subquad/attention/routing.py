@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call, Record
+from subquad.attention.base import Attention
+from subquad.attention.call import Call, Record
 from subquad.attention.rows import repeat_heads
 from subquad.attention.states.chosen import Labelled
 from subquad.attention.states.state import Memory

@@ -31,7 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call, Capabilities, Record, draw_seed
+from subquad.attention.base import Attention, Capabilities
+from subquad.attention.call import Call, Record, draw_seed
 from subquad.attention.checks import checked_seed
 from subquad.attention.rows import repeat_heads
 from subquad.attention.states.graphs import Graphs

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call
+from subquad.attention.base import Attention
+from subquad.attention.call import Call
 from subquad.attention.full import drop_keys
 from subquad.attention.performer import LOWEST, gaussian, gaussian_orthogonal
 from subquad.core.options import Options as BaseOptions

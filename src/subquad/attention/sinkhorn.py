@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call, Capabilities
+from subquad.attention.base import Attention, Capabilities
+from subquad.attention.call import Call
 from subquad.attention.full import drop, masked_map, sdpa
 from subquad.attention.outputs import within_rows
 from subquad.core.options import Options as BaseOptions

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Call
+from subquad.attention.call import Call
 from subquad.kernels.merge import merge_attention
 from subquad.supports.slices import slices_text
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.attention.base import Call, Rows
+from subquad.attention.base import Rows
+from subquad.attention.call import Call
 from subquad.attention.checks import check_inputs
 from subquad.attention.rows import real_spans
 from subquad.core.numbers import is_symbolic, length_of

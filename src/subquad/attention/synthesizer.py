@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, Call, Capabilities
+from subquad.attention.base import Attention, Capabilities
+from subquad.attention.call import Call
 from subquad.attention.full import drop
 from subquad.attention.linear import refuse_scale
 from subquad.attention.outputs import within_rows

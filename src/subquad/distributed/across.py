@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.base import Attention, Call, Record, draw_seed
+from subquad.attention.base import Attention
+from subquad.attention.call import Call, Record, draw_seed
 from subquad.attention.checks import checked_seed
 from subquad.attention.rows import clean, repeat_heads
 from subquad.core.hashing import seed_from

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Attention, draw_seed
+from subquad.attention.base import Attention
+from subquad.attention.call import draw_seed
 from subquad.attention.registry import available, mechanism
 from subquad.core.hashing import dropout_factors
 from subquad.distributed import exchange

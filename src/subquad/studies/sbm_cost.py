@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 
-from subquad.attention.base import Record
+from subquad.attention.call import Record
 from subquad.attention.registry import attention
 from subquad.attention.sbm import Sbm
 from subquad.core import child, memory

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from subquad.attention.base import Call, Record
+from subquad.attention.call import Call, Record
 from subquad.attention.sbm import Sbm
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.balancing import cpu
+from subquad.kernels.derivatives import no_second_derivative
 
 
 def balance(logits: Tensor, iterations: int) -> Tensor:
@@ -73,9 +74,5 @@ def _gradient(ctx, grad, *others):
     return balanced_backward(grad, *ctx.saved_tensors), None
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("balance has no second derivative")
-
-
 balanced.register_autograd(_gradient, setup_context=_save)
-balanced_backward.register_autograd(_no_second_derivative)
+balanced_backward.register_autograd(no_second_derivative("balance"))
