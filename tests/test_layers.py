@@ -1,5 +1,7 @@
 """MultiheadAttention: torch's layer with any attention inside."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -342,6 +344,12 @@ def test_arguments_of_torch_are_answered_with_those_of_a_mechanism(given, messag
     a = subquad.attention("local", num_heads=2, head_dim=4)
     with pytest.raises(TypeError, match=message):
         a(*torch.randn(3, 1, 2, 8, 4), **given)
+
+
+@pytest.mark.parametrize("kind", [subquad.Attention, subquad.MultiheadAttention])
+def test_forward_takes_no_open_list_of_arguments(kind):
+    kinds = {parameter.kind for parameter in inspect.signature(kind.forward).parameters.values()}
+    assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
 
 
 def test_wrong_calls_say_what_is_right():

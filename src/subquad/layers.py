@@ -15,6 +15,11 @@ from subquad.kernels.affine import affine, affine_parts, apply_linear
 from subquad.kernels.values import readable, require
 from subquad.packing import Packing, attend_packed, packing_of
 
+PADDING = {  # names of padding elsewhere → what torch's layer takes
+    "key_mask": "padding is given as key_padding_mask, in which True is padding: key_padding_mask=~key_mask",
+    "attention_mask": "padding is given as key_padding_mask, in which True is padding",
+    "mask": "padding is given as key_padding_mask, in which True is padding",
+}
 QUADRATIC = 4096  # weights of a sequence longer than this earn a warning: they cost what the mechanism saves
 
 
@@ -160,6 +165,12 @@ class MultiheadAttention(nn.Module):
             nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)
 
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """`forward`; other names of the padding are answered with torch's."""
+        for name in named.keys() & PADDING.keys():
+            raise TypeError(f"MultiheadAttention: a call has no argument {name!r}; {PADDING[name]}")
+        return super().__call__(*args, **named)
+
     def forward(
         self,
         query: Tensor,
@@ -173,7 +184,6 @@ class MultiheadAttention(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
-        **refused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """query (B, n, E), key (B, m, kdim), value (B, m, vdim) → output (B, n, E) and weights, or None.
 
@@ -182,8 +192,6 @@ class MultiheadAttention(nn.Module):
         is the causal one. The weights, returned with need_weights=True, are (B, n, m), or (B, H, n, m) with
         average_attn_weights=False.
         """
-        if refused:
-            raise unknown_argument(*refused)
         self._check_tokens(query, key, value)
         batched = query.dim() == 3
         tokens = [x if batched else x[None] if self.batch_first else x[:, None] for x in (query, key, value)]
@@ -330,15 +338,6 @@ class MultiheadAttention(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         return f"{sizes}, head_dim={self.head_dim}, batch_first={self.batch_first}"
-
-
-def unknown_argument(name: str, *others: str) -> TypeError:
-    """The error for an argument that torch's layer does not have either."""
-    instead = "the arguments are those of torch.nn.MultiheadAttention, cu_seqlens and position_ids"
-    if name in ("key_mask", "attention_mask", "mask"):
-        instead = "padding is given as key_padding_mask, in which True is padding"
-        instead += ": key_padding_mask=~key_mask" if name == "key_mask" else ""
-    return TypeError(f"MultiheadAttention: a call has no argument {name!r}; {instead}")
 
 
 def _check_values(mask: Tensor, name: str) -> None:

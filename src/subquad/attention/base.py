@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.call import Call, Record, draw_seed
-from subquad.attention.checks import check_inputs, checked_seed, unknown_argument
+from subquad.attention.checks import check_inputs, checked_seed, refuse_unknown_arguments
 from subquad.attention.registry import no_such_direction
 from subquad.attention.rows import Rows, clean, repeat_heads, weights_by_row
 from subquad.attention.states import entrance
@@ -184,6 +184,11 @@ class Attention(nn.Module):
 
     # ---- what people call ----
 
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """`forward`; an argument that it does not have is answered with the one to give instead."""
+        refuse_unknown_arguments(self, named)
+        return super().__call__(*args, **named)
+
     def forward(
         self,
         q: Tensor,
@@ -192,7 +197,6 @@ class Attention(nn.Module):
         *,
         key_mask: Tensor | None = None,
         seed: Tensor | int | None = None,
-        **refused: Any,
     ) -> Tensor:
         """q (B, H, n, d), k and v (B, H or H/g, m, d) → (B, H, n, d).
 
@@ -200,8 +204,6 @@ class Attention(nn.Module):
         attn_mask and no is_causal: who attends to whom is the mechanism's to say, with causal=True when it is made.
         Other arguments raise an error that names what to give instead.
         """
-        if refused:
-            raise unknown_argument(self, *refused)
         check_inputs(self, q, k, v, key_mask)
         if self.across is not None:
             return self.across.attend(self, q, k, v, key_mask, seed)

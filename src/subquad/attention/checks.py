@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def check_mask(attention: Any, k: Tensor, key_mask: Tensor | None) -> None:
         raise ValueError(f"key_mask is on {key_mask.device}, k is on {k.device}")
 
 
+CALL = ("q", "k", "v", "key_mask", "seed")
 PADDING = "padding is given as key_mask, a bool tensor (B, m) in which True is a real token"
 MADE = {"is_causal": "causal=True", "causal": "causal=True", "dropout_p": "dropout=0.1", "dropout": "dropout=0.1",
         "scale": "scale=0.125"}  # fmt: skip
@@ -86,13 +88,16 @@ ELSEWHERE = {  # what torch and transformers call it → what to give here
 }
 
 
-def unknown_argument(attention: Any, name: str, *others: str) -> TypeError:
-    """The error for an argument that a call does not have."""
-    if name in MADE:
-        instead = f"it is decided when the mechanism is made: subquad.attention({attention.name!r}, …, {MADE[name]})"
-    else:
+def refuse_unknown_arguments(attention: Any, names: Iterable[str]) -> None:
+    """Refuse what a call does not take; what torch or transformers call an argument is answered with its name here."""
+    for name in names:
+        if name in CALL:
+            continue
         instead = ELSEWHERE.get(name, "a call takes q, k, v, key_mask and seed")
-    return TypeError(f"{attention.name}: a call has no argument {name!r}; {instead}")
+        if name in MADE:
+            made = f"subquad.attention({attention.name!r}, …, {MADE[name]})"
+            instead = f"it is decided when the mechanism is made: {made}"
+        raise TypeError(f"{attention.name}: a call has no argument {name!r}; {instead}")
 
 
 def checked_seed(seed: Tensor | int | None) -> Tensor | None:
