@@ -45,7 +45,7 @@ class DensityRecipe(Recipe):
 
 class ImageDensity(Task):
     title = "model every value of a picture (CIFAR-10, ImageNet 64 × 64)"
-    paper = "Ren et al. 2021, section 4.2"
+    paper = "Ren et al. 2021, section 5.1.2"
     head = "causal-lm"
     metric = "bits_per_dim"
     larger_is_better = False
