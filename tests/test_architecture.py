@@ -1,4 +1,5 @@
-"""Which device runs is the operators' business: nothing above `kernels` branches on it. No private name is shared.
+"""Which device runs is the operators' business: nothing above `kernels` branches on it. No private name is shared, and
+nothing but the registry lists mechanisms.
 
 A mechanism, a layer or a model asks what it wants to know (`kernels.values.readable`: may the host look at this mask?)
 or calls an operator, which picks its kernel. What merely carries out a user's choice of a device, or measures one, may
@@ -8,6 +9,7 @@ look at it. The layers of imports are checked by import-linter (`make check`).
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,5 +103,46 @@ def test_other_underscores_are_left_alone(code):
     assert not list(private_names(code))
 
 
-def test_the_modules_that_may_look_exist():
-    assert all((SOURCE / place).exists() for place in MAY_LOOK)
+# What an experiment compares, an example in a help text, and the plans of a mixture, which bear the same names.
+MAY_LIST = (
+    "attention/registry.py",
+    "attention/combiner_mixture.py",
+    "cli",
+    "studies",
+    "reproductions",
+    "peer_modules.py",
+)
+
+
+def lists_of_mechanisms(code: str) -> Iterator[str]:
+    """Texts, tuples, lists, sets and dictionaries that name three mechanisms or more; docstrings are left out."""
+    names, tree = set(subquad.available()), ast.parse(code)
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if id(node) not in said and isinstance(node, ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict):
+            texts = [x.value for x in ast.walk(node) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+            if len(names & {word for text in texts for word in re.findall(r"[a-z0-9-]+", text)}) > 2:
+                yield f"{node.lineno}: {ast.unparse(node)[:80]}"
+
+
+def test_no_file_but_the_registry_lists_mechanisms_by_name():
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        place = path.relative_to(SOURCE).as_posix()
+        if not place.startswith(MAY_LIST):
+            found |= {place: lines} if (lines := [*lists_of_mechanisms(path.read_text())]) else {}
+    assert not found, f"declare it on the classes of the mechanisms: {found}"
+
+
+@pytest.mark.parametrize("code", ["A = 'full, star and sbm:clusters=4'", "f(['full', 'star', 'combiner-fixed'])"])
+def test_a_list_of_mechanisms_is_found(code):
+    assert list(lists_of_mechanisms(code))
+
+
+@pytest.mark.parametrize("code", ["'full, star and sbm'", "A = ('full', 'star')", "A = 'starry, fuller, sbms'"])
+def test_what_is_no_list_of_mechanisms_is_left_alone(code):
+    assert not list(lists_of_mechanisms(code))
+
+
+def test_the_modules_with_exceptions_exist():
+    assert all((SOURCE / place).exists() for place in (*MAY_LOOK, *MAY_LIST))

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from subquad.kernels.compressed.index import choose as index_choice
 from subquad.kernels.maxima import others_max, running_max
 from subquad.kernels.merge import aten, cpu, gpu, merge_attention, reference
 from subquad.kernels.merge.cpu_program import KEPT, program_of
@@ -16,10 +17,13 @@ from subquad.kernels.merge.op import merge
 from subquad.kernels.mixture import mixture_merge
 from subquad.kernels.pools import span_pool
 from subquad.kernels.pools.groups import group_pool, pool_op
+from subquad.kernels.pools.lines import line_max
+from subquad.kernels.pools.node_max import node_max
 from subquad.kernels.pools.nodes import _nodes
 from subquad.kernels.pools.spans import _pool
 from subquad.kernels.pools.summaries import span_summaries, takes
-from subquad.kernels.tables import _edges, _mask
+from subquad.kernels.selected.choice import choose as block_choice
+from subquad.kernels.tables import _edges, _edges_by_length, _mask, _mask_by_length, _partition_edges
 from subquad.supports import patterns
 from subquad.supports.builders import columns, diagonal, rows_to_keys, selves, windows
 from subquad.supports.grids import AxialMixture
@@ -352,6 +356,22 @@ def test_operators_keep_torchs_rules():
     groups = [torch.randn(2, 2, 6, 4, requires_grad=True) for _ in range(4)]
     opcheck(mixture_merge, q, [k, v], groups[:2], groups[2:], [], [], lengths, [1, 1], both, 9, 0.5)
     opcheck(_edges, q, lengths, patterns.Logsparse().text, [0], 9)
+
+
+def test_operators_without_heads_of_their_own_keep_torchs_rules():
+    """What chooses keys, makes lists and takes maxima along lines."""
+    x, real = torch.randn(2, 2, 9, 16, requires_grad=True), torch.ones(2, 1, 9, dtype=torch.bool)
+    opcheck(line_max, [x, x.detach()], real, 3, 3, True, True, False)
+    opcheck(line_max, [x], None, 3, 3, False, False, False)
+    opcheck(node_max, [x, x.detach()], real)
+    q, entries = torch.randn(4, 9, 16), torch.randn(4, 4, 16)
+    opcheck(block_choice, q, entries, None, torch.ones(1, 5, dtype=torch.bool), [2, 2, 2, 3], 0.5)
+    possible = torch.ones(2, 9, 4, dtype=torch.bool)
+    opcheck(index_choice, x.detach(), x.detach()[..., 0].contiguous(), torch.randn(2, 4, 16), possible, 2)
+    opcheck(_edges_by_length, torch.tensor([9, 5]), patterns.Logsparse().text, [0], 9)
+    opcheck(_mask_by_length, torch.tensor([9, 5]), patterns.Star(w=2).text, [0], 9)
+    for members, rows in ((True, 3), (False, 9)):
+        opcheck(_partition_edges, x.detach(), Fixed(span=3).text, members, 9, rows)
 
 
 def test_tensors_of_several_dtypes_are_computed_in_the_widest():

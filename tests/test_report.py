@@ -341,6 +341,13 @@ def test_a_chart_leaves_gaps_and_turns_logarithmic():
     assert re.findall(r'width="([\d.]+)"', bars) == ["344.0", "172.0"] and "&lt;a&gt;" in bars
 
 
+@pytest.mark.parametrize(("memory", "radii"), [((4.0, 1.0), ["14.0", "7.0"]), ((4.0, None), ["5.5", "5.5"])])
+def test_circles_are_as_large_as_the_memory(memory, radii):
+    """Figure 2 of Composite Slice; where the memory of one is not known, all are alike."""
+    dots = [charts.Dot(name, 0, x, 0.5, None, size) for name, x, size in zip("ab", (1.0, 0.5), memory, strict=True)]
+    assert re.findall(r'r="([\d.]+)"', charts.scatter_chart(dots, x="x", y="y")) == radii
+
+
 # ---- trained weights ---------------------------------------------------------------------------------------
 
 

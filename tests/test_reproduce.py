@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from subquad.cli import app
 from subquad.core.options import split_spec
-from subquad.reproductions import REPRODUCTIONS, find, measures, pages, runner, verdict
+from subquad.reproductions import REPRODUCTIONS, drawings, find, measures, pages, runner, verdict
 from subquad.reproductions.declare import Claim, Column, Method, Reproduction, limited
 from subquad.reproductions.runner import Plan, absent, summary
 from subquad.tasks import task as make_task
@@ -213,6 +213,13 @@ def test_operations_of_sbm_are_counted():
 def test_figures_are_drawn(key, tmp_path):
     result = runner.reproduce(Plan(find(key), tmp_path))
     assert Path(result["picture"]).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_arrows_join_the_groups_of_combiner_axial():
+    """Token 10 stands at row 2, column 2 of a picture of 3 × 4: columns above it, or rows without its column."""
+    vertical, horizontal = (drawings.arrows(drawings.axial(name, 12, 4), 12, 10) for name in ("vertical", "horizontal"))
+    assert sorted(vertical) == [(0, 4), (1, 5), (3, 7)]
+    assert sorted(horizontal) == [(0, 1), (1, 3), (4, 5), (5, 7)]
 
 
 # ---- the verdict ----------------------------------------------------------------------------------------------------

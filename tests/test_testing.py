@@ -133,9 +133,41 @@ def test_padding_forgotten_is_found_by_the_check_of_padding_itself(registered, m
         check_attention(registered(mechanism), only=["padding_is_invisible"], causal=causal)
 
 
-def test_an_attribute_written_in_a_call_is_found(registered):
-    with pytest.raises(ContractError, match="a call writes attributes: calls"):
-        check_attention(registered(Counts), only=["leaves_no_trace"], causal=False)
+class Remembers(PaddingLeak):
+    """Keeps what it has seen in a dictionary, where no attribute changes."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.lengths = {}
+
+    def attend(self, q, k, v, call):
+        self.lengths[q.shape[2]] = True
+        return super().attend(q, k, v, call)
+
+
+class Averages(PaddingLeak):
+    """Moves a buffer that the state dict does not have, in place."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+
+    def attend(self, q, k, v, call):
+        self.mean.lerp_(v.detach().mean(), 0.1)
+        return super().attend(q, k, v, call)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "message"),
+    [
+        (Counts, "a call writes attributes: calls"),
+        (Remembers, "a call writes attributes: lengths"),
+        (Averages, "a call changes mean"),
+    ],
+)
+def test_what_a_call_writes_is_found(registered, mechanism, message):
+    with pytest.raises(ContractError, match=message):
+        check_attention(registered(mechanism), only=["leaves_no_trace"], causal=False)
 
 
 class Noisy(PaddingLeak):

@@ -33,7 +33,7 @@ from subquad.training.connections import connections
 from subquad.training.plateau import Plateau, left_at
 from subquad.training.rates import choose, parse_rates, take_rates
 from subquad.training.run import Interrupted, Run, check_specs, train
-from subquad.training.trainer import RunTrainer
+from subquad.training.trainer import RunTrainer, make_arguments
 from training_runs import SAMPLED, TINY, losses, one_thread, start_two, tiny
 
 __all__ = ["one_thread"]  # a fixture of every test here
@@ -188,6 +188,20 @@ def test_training_stops_where_the_score_is_enough(tmp_path):
     assert result["steps"] == 2, "any accuracy is enough at the first evaluation"
     (tmp_path / "result.json").unlink()
     assert train(tiny(tmp_path, "steps=40", "enough=0.0"), resume=True)["steps"] == 2, "it trains no further"
+
+
+def test_another_optimiser_and_another_width_of_heads(tmp_path):
+    """One Billion Words as published has 8 heads of 64 in a width of 256, and Adafactor (Yun et al. 2020, G.2)."""
+    published = task("lm-books", "lm1b").recipe
+    assert (published.width, published.heads, published.head_dim, published.optimizer) == (256, 8, 64, "adafactor")
+    run = tiny(tmp_path, "optimizer=adafactor", "heads=3", "head_dim=6", "beta2=0.99")
+    arguments = make_arguments(run)
+    assert arguments.optim == "adafactor" and arguments.adam_beta2 == 0.99
+    train(run)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (config["hidden_size"], config["num_attention_heads"], config["head_dim"]) == (8, 3, 6)
+    with pytest.raises(ValueError, match="width must be a multiple of heads=3, not 8"):
+        train(tiny(tmp_path / "other", "heads=3"))
 
 
 def test_a_batch_that_does_not_divide(tmp_path):

@@ -18,6 +18,7 @@ from torch import Tensor
 from subquad.attention.base import Attention
 from subquad.attention.registry import available, for_length, mechanism
 from subquad.bench import FULL, Row
+from subquad.core.numbers import possible_pairs
 from subquad.layers import MultiheadAttention
 
 if TYPE_CHECKING:
@@ -247,8 +248,7 @@ def _direction(attention: Attention) -> str:
 
 def _counted(picture: Tensor, attention: Attention) -> str:
     n, (direct, summary) = picture.shape[0], tally(picture)
-    possible = n * (n + 1) // 2 if attention.options.causal else n * n
-    return f"{direct + summary:,} of {possible:,} connections"
+    return f"{direct + summary:,} of {possible_pairs(n, attention.options.causal):,} connections"
 
 
 # ---- the gallery -------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from subquad.attention.checks import checked_seed
 from subquad.attention.rows import repeat_heads
 from subquad.attention.states.graphs import Graphs
 from subquad.attention.states.state import Memory
+from subquad.core.numbers import possible_pairs
 from subquad.core.options import Options, option
 from subquad.kernels.graphs import graph_attention
 from subquad.kernels.graphs.memberships import memberships
@@ -205,11 +206,8 @@ class Sbm(Attention):
         """The expected edges of a head at length n; without a density as seen, for random tokens."""
         if density is None:
             density = float(self.expected(*self._random_tokens(min(n, 512))).sum((-1, -2)).mean())
-            density /= self._possible_pairs(min(n, 512))
-        return density * self._possible_pairs(n)
-
-    def _possible_pairs(self, n: int) -> float:
-        return n * (n + 1) / 2 if self.options.causal else float(n * n)
+            density /= possible_pairs(min(n, 512), self.options.causal)
+        return density * possible_pairs(n, self.options.causal)
 
     def _random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)

@@ -15,6 +15,7 @@ from subquad.attention.registry import available, check_direction, check_name, f
 from subquad.cli.plot import LONGEST, Causal, Spec
 from subquad.core.console import out
 from subquad.core.files import check_picture
+from subquad.core.numbers import possible_pairs
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -94,7 +95,7 @@ def _short(value: Any) -> str:
 def _facts(attention: Attention, n: int, tallies: list[tuple[str, int, int]]) -> list[Text]:
     able = attention.capabilities
     ways = [way for way in ("causal", "bidirectional", "cross", "padding", "streaming") if getattr(able, way)]
-    possible = n * (n + 1) // 2 if attention.options.causal else n * n
+    possible = possible_pairs(n, attention.options.causal)
     growth = f"grows like n^{attention.exponent:.3g}, up to logarithms, with these options"
     facts = {"cost": f"{growth} (in general {attention.cost})", "supports": ", ".join(ways)}
     for heads, direct, summary in tallies:

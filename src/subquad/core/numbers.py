@@ -14,9 +14,9 @@ def root(n: int) -> int:
     return math.isqrt(n - 1) + 1 if n > 1 else 1
 
 
-def triangle(n: int) -> int:
-    """1 + 2 + … + n: the pairs (i, j) with j ≤ i."""
-    return n * (n + 1) // 2
+def possible_pairs(n: int, causal: bool) -> int:
+    """All pairs (i, j) of n tokens: n²; causal, j ≤ i: n(n + 1)/2."""
+    return n * (n + 1) // 2 if causal else n * n
 
 
 def steps_per_unit(delta: Fraction | float | str) -> int:

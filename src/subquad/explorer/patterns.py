@@ -11,12 +11,12 @@ import torch
 
 from subquad.attention.base import Attention
 from subquad.attention.registry import available, mechanism
+from subquad.core.numbers import possible_pairs
 from subquad.explorer import grid
 from subquad.explorer.blobs import Blob, pack_bits, pack_cells, progressions
 from subquad.explorer.costs import LENGTHS as COST_LENGTHS
 from subquad.explorer.costs import cost
 from subquad.plots import KINDS, panels, tally
-from subquad.theory.counting import possible
 from subquad.theory.hops import hops
 from subquad.theory.sets import Family, read
 
@@ -88,7 +88,7 @@ def _built(name: str, n: int, options: dict[str, Any], causal: bool) -> Attentio
 def sets_of(attention: Attention, n: int, blob: Blob) -> dict[str, Any]:
     """The sets at length n: a picture for each kind of head, the families that layers cycle through, the summaries."""
     shown = panels(attention.picture(n))
-    pairs = possible(n, attention.options.causal)
+    pairs = possible_pairs(n, attention.options.causal)
     found: dict[str, Any] = {
         "panels": [[heads, blob.add(pack_cells(picture.numpy()))] for heads, picture in shown],
         "everyone": all(tally(picture) == (pairs, 0) for _, picture in shown),

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from subquad.core.files import model_folder
+from subquad.core.numbers import possible_pairs
 from subquad.explorer.effective import Watched, effective_weights, watched
 from subquad.explorer.kept import DEEPEST, Groups, Head, encode, encode_groups, keep
 from subquad.explorer.page import read_text, render
-from subquad.theory.counting import possible
 from subquad.training import use
 
 LONGEST = 8192  # tokens
@@ -151,7 +151,7 @@ def _layer_data(layer: Layer, k: int) -> dict[str, Any]:
                 "entropy": float(head.entropy.mean()),
                 "distance": float(head.distance.mean()),
                 "summaries": float(head.mass.mean()),
-                "density": float(head.degree.sum()) / possible(n, layer.causal),
+                "density": float(head.degree.sum()) / possible_pairs(n, layer.causal),
                 "kept": min(1.0, float(head.weight[:, :k].sum()) / total),
                 "clustered": bool(len(more[0])),
                 "blob": encode(head, k, more),

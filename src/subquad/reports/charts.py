@@ -37,13 +37,14 @@ class Line(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """A named point; `spread` is drawn as a whisker of ± that much."""
+    """A named point; `spread` is drawn as a whisker of ± that much, `size` as the area of the circle."""
 
     name: str
     colour: int
     x: float
     y: float
     spread: float | None = None
+    size: float | None = None
 
 
 class Bar(NamedTuple):
@@ -202,13 +203,25 @@ def scatter_chart(
         parts.append(_upright(across(marked), up.end, up.start, "mark"))
     places = [(across(dot.x), up(dot.y)) for dot in dots]
     reach = [abs(up(dot.y) - up(dot.y + (dot.spread or 0.0))) for dot in dots]  # of a whisker
-    taken = [(px - 6, py - max(6, far), px + 6, py + max(6, far)) for (px, py), far in zip(places, reach, strict=True)]
-    for dot, (px, py) in zip(dots, places, strict=True):
+    radii = _radii([dot.size for dot in dots])
+    taken = [
+        (px - r, py - max(r, far), px + r, py + max(r, far))
+        for (px, py), far, r in zip(places, reach, radii, strict=True)
+    ]
+    for dot, (px, py), r in zip(dots, places, radii, strict=True):
         drawn = [element("title", f"{dot.name}: {x} {dot.x:.2f}, {y} {dot.y:.4g}")]
         drawn += [_upright(px, up(dot.y - dot.spread), up(dot.y + dot.spread), "spread")] if dot.spread else []
-        drawn += [element("circle", cx=px, cy=py, r=5.5), _label(dot.name, px, py, taken, up.start)]
+        drawn += [element("circle", cx=px, cy=py, r=r), _label(dot.name, px, py, taken, up.start)]
         parts.append(element("g", *drawn, class_=f"dot k{dot.colour}"))
     return _svg(f"{y} against {x}", parts, height)
+
+
+def _radii(sizes: Sequence[float | None]) -> list[float]:
+    """Circles whose areas are as the sizes, the largest of 14 pixels; where one is not known, all are alike."""
+    known = [size for size in sizes if size]
+    if len(known) < len(sizes):
+        return [5.5] * len(sizes)
+    return [max(3.0, 14 * math.sqrt(size / max(known))) for size in known]
 
 
 def _label(name: str, x: float, y: float, taken: list[Box], ground: float) -> Markup:

@@ -202,7 +202,7 @@ def costs(rows: Sequence[Row], metric: str, *, busy: bool = False) -> list[dict[
     timed = [row for row in rows if row.get("relative_time")]
     doubt = "; not to be trusted, see above" if busy else ""
     dots = [
-        charts.Dot(row["attention"], row["colour"], row["relative_time"], row["mean"], row["sd"])
+        charts.Dot(row["attention"], row["colour"], row["relative_time"], row["mean"], row["sd"], row.get("memory"))
         for row in findings.finished(timed)
     ]
     times = [
@@ -216,9 +216,10 @@ def costs(rows: Sequence[Row], metric: str, *, busy: bool = False) -> list[dict[
     ]
     base = findings.reference(rows)["attention"] if rows else ""
     tall = min(max(2 * (charts.BAR + charts.TEXT) * len(times) + 110, charts.HEIGHT), 560)  # beside two bar charts
+    area = "; the area of a circle is the peak memory" if dots and all(dot.size for dot in dots) else ""
     trade = charts.scatter_chart(dots, x="time per step", y=metric, marked=1.0, height=tall) if dots else ""
     return [
-        {"title": f"{metric} against time", "note": f"time per step of {base} = 1{doubt}", "chart": trade},
+        {"title": f"{metric} against time", "note": f"time per step of {base} = 1{area}{doubt}", "chart": trade},
         {
             "title": "Time per step",
             "note": f"{base} = 1{doubt}",

@@ -170,7 +170,8 @@ ALL = (
     ),
     Reproduction(
         "composite-slice-figure-2", "Lee et al. 2023, figure 2", "score, speed, memory and parameters in one picture",
-        kind="stated", differs="report.html of subquad compare lra shows the four for every attention",
+        kind="stated", differs="report.html of subquad compare lra draws score against speed, circles as large as the "
+        "memory, and lists the parameters",
     ),
     Reproduction("composite-slice-figure-3", "Lee et al. 2023, figure 3", "the model", kind="stated", differs=DIAGRAM),
     Reproduction(

@@ -5,6 +5,7 @@ the runs from the plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,35 @@ def combiner_matrices(path: Path, plan: Any) -> None:
 
 
 def combiner_axial(path: Path, plan: Any) -> None:
-    specs = [(name, f"combiner-axial:plan={name},cols=4") for name in ("vertical", "horizontal")]
-    matrices(path, "Combiner, figure 2: a picture of 3 × 4", specs, 12, causal=True)
+    """Of each plan the matrix, and the picture of 3 × 4 as token 10 sees it; arrows join the members of a group."""
+    n, cols, query, side = 12, 4, 10, 320
+    made = {name: axial(name, n, cols) for name in ("vertical", "horizontal")}
+    grids = {name: cells(one.picture(n)[query].view(-1, cols)) for name, one in made.items()}  # (3, 4, 3)
+    for grid in grids.values():
+        grid[query // cols, query % cols] = rgb("#7b4fa3")
+    rows = [
+        [Panel(cells(one.picture(n)), name) for name, one in made.items()],
+        [Panel(grid, name, f"as token {query} sees it") for name, grid in grids.items()],
+    ]
+    figure = draw_sheet(Sheet(rows, side, "Combiner, figure 2: a picture of 3 × 4", f"n = {n}, causal", legend()), n)
+    cell = round(side / n)
+    for axes, one in zip(figure.axes[2:4], made.values(), strict=True):
+        for ends in arrows(one, n, query):
+            there, here = (((i % cols + 0.5) * cell, (i // cols + 0.5) * cell) for i in ends)
+            axes.annotate("", here, there, arrowprops={"arrowstyle": "->"})
+    save(figure, path)
+
+
+def axial(name: str, n: int, cols: int) -> Any:
+    from subquad.attention.registry import for_length
+
+    return for_length(f"combiner-axial:plan={name},cols={cols}", n, causal=True, num_heads=1, head_dim=8)
+
+
+def arrows(made: Any, n: int, query: int) -> list[tuple[int, int]]:
+    """From each member of a group of the query to the next."""
+    sets, seen = made.summaries(n)
+    return [pair for number in seen[query] for pair in pairwise(sorted(sets[number]))]
 
 
 def combiner_bidirectional(path: Path, plan: Any) -> None:

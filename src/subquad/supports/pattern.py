@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.core.numbers import triangle
+from subquad.core.numbers import possible_pairs
 from subquad.supports.kept import EVERYTHING, Kept, Ranges
 from subquad.supports.parts import Grid, Part, Plan, make_plan
 from subquad.supports.placed import Placed
@@ -176,7 +176,7 @@ class Pattern(Support):
 
     def sparsity(self, n: int, family: int | None = None) -> float:
         """Share of the n² (causal: n(n+1)/2) possible connections that are absent."""
-        return 1 - self.connections(n, family) / (triangle(n) if self.causal else n * n)
+        return 1 - self.connections(n, family) / possible_pairs(n, self.causal)
 
 
 def _family(which: str) -> int | None:

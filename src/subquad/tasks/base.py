@@ -106,6 +106,7 @@ class Task:
             "hidden_size": r.width,
             "num_hidden_layers": r.layers,
             "num_attention_heads": r.heads,
+            "head_dim": r.head_dim,
             "intermediate_size": r.feedforward,
             "max_position_embeddings": self.longest,
             "positions": r.positions,

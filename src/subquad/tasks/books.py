@@ -86,12 +86,12 @@ class Texts:
 
 class Books(TokenizedTask):
     """Recipe `paper`: PG-19 in Composite Slice, A.7.2 (table 9): GPT-2 (12 layers of 768, 12 heads), 1,000,000 steps,
-    batch 32, rate 1e-3, decay 0.1. Of its lengths 1024 is taken here; schedule and warm-up are not given (cosine, 2000
-    here), and the second β of AdamW is 0.999, not 0.99.
+    batch 32, rate 1e-3, decay 0.1, β = (0.9, 0.99). Of its lengths 1024 is taken here; schedule and warm-up are not
+    given (cosine, 2000 here).
 
-    `lm1b` is One Billion Words in Sparse Transformers, G.2: 12 blocks of 256, 8 heads, feed-forward 1024, length 256,
-    10,000 warm-up steps of 240,000. Heads have width 32 here, not 64, and the optimiser is AdamW, not Adafactor; the
-    batch of 4096 tokens on each of 8 chips is 128 sequences; rate (1e-3) and vocabulary (32,000) are not given.
+    `lm1b` is One Billion Words in Sparse Transformers, G.2: 12 blocks of 256, 8 heads of width 64, feed-forward 1024,
+    length 256, Adafactor with weight decay, 10,000 warm-up steps of 240,000. The batch of 4096 tokens on each of 8
+    chips is 128 sequences; rate (1e-3), weight decay (0.01) and vocabulary (32,000) are not given.
 
     `wiki40b` is Wiki-40B in Combiner, E.3 (tables 2 and 3): 12 layers of 768, 12 heads, pre-norm, 32,000 pieces,
     125,000 steps of 128 sequences, cosine with 10,000 steps of warm-up; rate 3e-4 as in the published configuration.
@@ -112,11 +112,13 @@ class Books(TokenizedTask):
         ),
         "paper": BooksRecipe(
             length=1024, width=768, layers=12, heads=12, feedforward=3072, dropout=0.1, attention_dropout=0.1,
-            subwords=50_257, steps=1_000_000, batch=32, rate=1e-3, warmup=2000, decay=0.1, evaluate=10_000, stride=512,
+            subwords=50_257, steps=1_000_000, batch=32, rate=1e-3, warmup=2000, decay=0.1, beta2=0.99, evaluate=10_000,
+            stride=512,
         ),
         "lm1b": BooksRecipe(
-            source="lm1b", length=256, width=256, layers=12, heads=8, feedforward=1024, dropout=0.1, subwords=32_000,
-            steps=240_000, batch=128, rate=1e-3, warmup=10_000, schedule="sqrt", evaluate=5000,
+            source="lm1b", length=256, width=256, layers=12, heads=8, head_dim=64, feedforward=1024, dropout=0.1,
+            subwords=32_000, optimizer="adafactor", steps=240_000, batch=128, rate=1e-3, warmup=10_000, schedule="sqrt",
+            evaluate=5000,
         ),
         "wiki40b": BooksRecipe(
             source="wiki40b", length=2048, width=768, layers=12, heads=12, feedforward=3072, subwords=32_000,

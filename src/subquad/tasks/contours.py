@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
+from subquad.core.hashing import GAMMA, mix
+
 TURN = 0.6  # largest turn between two dashes, in radians
 DRIFT = 0.22  # largest change of the turn
 # How often we try: a dash, before its contour loses its last dashes; such losses, before the contour is begun again;
@@ -90,11 +92,8 @@ def picture(rng: np.random.Generator, size: int, contour: int, distractors: int,
 @_fast
 def _uniform(state):
     """The next random number in [0, 1): SplitMix64 (Steele et al. 2014), which compiles in no time."""
-    state[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = state[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * (1.0 / (1 << 53))
+    state[0] += GAMMA
+    return (mix(state[0]) >> np.uint64(11)) * (1.0 / (1 << 53))
 
 
 @_fast

@@ -18,6 +18,7 @@ class Recipe(Checked):
     width: int = option(128, "width D of the model", ge=1)
     layers: int = option(2, "number of layers", ge=1)
     heads: int = option(4, "number of heads", ge=1)
+    head_dim: int | None = option(None, "width of a head; None = width / heads", ge=1)
     feedforward: int = option(512, "width of the feed-forward layers", ge=1)
     positions: Literal["learned", "sinusoidal", "rotary", "own", "none", "published"] = option(
         "published", "how positions are known; published: as in the paper of the attention, its own or learned"
@@ -40,7 +41,9 @@ class Recipe(Checked):
     rate: float = option(1e-3, "peak learning rate", gt=0)
     warmup: int = option(0, "steps of linear warm-up", ge=0)
     schedule: Literal["linear", "cosine", "constant", "sqrt"] = option("cosine", "learning rate after the warm-up")
-    decay: float = option(0.01, "weight decay (AdamW)", ge=0)
+    optimizer: Literal["adamw", "adafactor"] = option("adamw", "optimiser; Adafactor without a schedule of its own")
+    decay: float = option(0.01, "weight decay", ge=0)
+    beta2: float = option(0.999, "AdamW: decay of the mean of the squared gradients", gt=0, lt=1)
     clip: float = option(1.0, "largest norm of the gradient", gt=0)
     smoothing: float = option(0.0, "label smoothing", ge=0, lt=1)
     evaluate: int = option(100, "steps between two evaluations, each with a checkpoint", ge=1)
@@ -63,7 +66,7 @@ class Recipe(Checked):
 
     def check(self) -> None:
         """Refuse numbers that do not go together."""
-        if self.width % self.heads:
+        if self.head_dim is None and self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads={self.heads}, not {self.width}")
         if self.batch % self.accumulate:
             raise ValueError(f"batch must be a multiple of accumulate={self.accumulate}, not {self.batch}")

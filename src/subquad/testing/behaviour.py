@@ -28,13 +28,13 @@ def no_state_between_calls(case: Case) -> None:
 def leaves_no_trace(case: Case) -> None:
     """A call, in training too, writes no attribute and no buffer; gradient checkpointing changes nothing."""
     module = case.make(dropout=0.2).train()
-    before, state = _attributes(module), {k: v.clone() for k, v in module.state_dict().items()}
+    before, state = _attributes(module), {key: x.clone() for key, x in _tensors(module).items()}
     xs = [x.requires_grad_() for x in case.inputs(33)]
     out = case.run(module, xs)
     grads = gradients(out, xs, module)
     assert _attributes(module) == before, f"a call writes attributes: {_changed(before, _attributes(module))}"
-    for key, value in module.state_dict().items():
-        assert torch.equal(value, state[key]), f"a call changes {key}"
+    for key, x in _tensors(module).items():
+        assert torch.equal(x, state[key]), f"a call changes {key}"
     again = checkpoint(lambda *ys: case.run(module, ys), *xs, use_reentrant=False)
     close(again, out, 1e-12, "gradient checkpointing: value")
     pairs = zip(gradient_names(case, module), gradients(again, xs, module), grads, strict=True)
@@ -63,13 +63,21 @@ def batch_is_its_parts(case: Case) -> None:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What every submodule's __dict__ holds, by identity; parameters and buffers are compared by value elsewhere."""
+    """What every submodule's __dict__ holds, by identity, and what lies in the containers there."""
     return {
-        f"{name}.{key}": id(value)
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if key not in ("_parameters", "_buffers", "_modules")
+        f"{name}.{key}": _identity(value) for name, part in module.named_modules() for key, value in vars(part).items()
     }
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _identity(item) for key, item in value.items()}
+    return [id(item) for item in value] if isinstance(value, list | set) else id(value)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, also those that the state dict does not have."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
-from subquad.core.numbers import steps_per_unit
+from subquad.core.numbers import growth_exponent, possible_pairs, steps_per_unit
 from subquad.theory.sets import Support, read
 
 
@@ -22,14 +19,9 @@ def connections(support: Support) -> int | float:
     return total // p if total % p == 0 else total / p
 
 
-def possible(n: int, causal: bool) -> int:
-    """All pairs: n², causal n(n+1)/2."""
-    return n * (n + 1) // 2 if causal else n * n
-
-
 def sparsity(support: Support) -> float:
     """Share of the possible connections that are absent."""
-    return 1 - connections(support) / possible(support.n, support.causal)
+    return 1 - connections(support) / possible_pairs(support.n, support.causal)
 
 
 def growth(source: Any, n: int, *, causal: bool | None = None) -> float:
@@ -37,12 +29,7 @@ def growth(source: Any, n: int, *, causal: bool | None = None) -> float:
     sizes = sorted({max(2, n // 4), max(2, n // 2), n})
     if len(sizes) < 2:
         raise ValueError(f"n is {n}; a growth needs n ≥ 4")
-    return slope(sizes, [connections(read(source, size, causal=causal)) for size in sizes])
-
-
-def slope(sizes: Sequence[float], counts: Sequence[float]) -> float:
-    """Least squares of log counts on log sizes."""
-    return float(np.polyfit(np.log(sizes), np.log(counts), 1)[0])
+    return growth_exponent(sizes, [connections(read(source, size, causal=causal)) for size in sizes])
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from subquad.core.numbers import possible_pairs
 from subquad.plots import COLOURS, Panel, Sheet, draw_sheet, rgb
 from subquad.theory.assumptions import Verdict
-from subquad.theory.counting import possible
 from subquad.theory.hops import hop_sets, unpack
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def draw_hops(verdict: Verdict, title: str = "") -> Figure:
             seen = unpack(bits, n)
             if verdict.hops.steps is None and t > p and (seen == before).all():
                 break  # it will not grow any more
-            share = seen.sum() / possible(n, support.causal)
+            share = seen.sum() / possible_pairs(n, support.causal)
             note = f"{share:.1%} of the {'earlier ' * support.causal}pairs"
             panels.append(Panel(_colours(before, seen), f"{t} layer{'s' * (t > 1)}", note))
             before = seen

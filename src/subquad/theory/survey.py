@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from subquad.attention.registry import available, for_length, mechanism
+from subquad.core.numbers import growth_exponent
 from subquad.core.options import fields
 from subquad.supports.pattern import Pattern
 from subquad.theory.assumptions import Verdict, check
-from subquad.theory.counting import connections, growth, slope, sparsity
+from subquad.theory.counting import connections, growth, sparsity
 from subquad.theory.sbm import lemma2
 from subquad.theory.sets import LAYOUTS
 
@@ -43,7 +44,7 @@ def survey(n: int, *, causal: bool = False) -> Iterator[Row]:
     if not causal:
         sizes = [n // 4, n // 2, n]
         counts = [connections(lemma2(size, math.isqrt(size))) for size in sizes]
-        yield Row("SBM Lemma 2, k = √n", check(lemma2(n, math.isqrt(n))), slope(sizes, counts))
+        yield Row("SBM Lemma 2, k = √n", check(lemma2(n, math.isqrt(n))), growth_exponent(sizes, counts))
 
 
 def specs(causal: bool) -> list[str]:

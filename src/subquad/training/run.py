@@ -91,8 +91,8 @@ def check_specs(task: Task, specs: list[str]) -> None:
     r, directions = task.recipe, CAUSAL.get(task.head, (False,))
     r.check()
     config = SubquadConfig(
-        hidden_size=r.width, num_hidden_layers=r.layers, num_attention_heads=r.heads, positions=r.positions,
-        max_position_embeddings=r.length, attention=specs, attention_dropout=r.attention_dropout,
+        hidden_size=r.width, num_hidden_layers=r.layers, num_attention_heads=r.heads, head_dim=r.head_dim,
+        positions=r.positions, max_position_embeddings=r.length, attention=specs, attention_dropout=r.attention_dropout,
     )  # fmt: skip
     if r.sequence_parallel > 1:
         check_divided(task, config)

@@ -206,7 +206,8 @@ def make_arguments(run: Any) -> TrainingArguments:
         lr_scheduler_type=schedule,
         weight_decay=r.decay,
         max_grad_norm=r.clip,
-        optim="adamw_torch",
+        adam_beta2=r.beta2,
+        optim={"adamw": "adamw_torch"}.get(r.optimizer, r.optimizer),
         gradient_checkpointing=r.checkpointing,
         logging_steps=max(1, r.steps // 200),
         logging_nan_inf_filter=False,  # a loss that is not finite is shown, not hidden

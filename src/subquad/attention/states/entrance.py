@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from subquad.attention.registry import available, mechanism
 from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, Memory, State, appended, smallest_room
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
-
-SOME_THAT_CAN = "full, longformer, combiner-fixed, combiner-window, composite-slice, linear"
 
 
 def start(
     module: Attention, batch_size: int, device: Any, dtype: Any, seed: Tensor | None, rollback: int | None
 ) -> State:
     name, options = module.name, module.options
-    if not module.capabilities.streaming or not module.capabilities.causal:
-        raise ValueError(f"{name} cannot stream: it has no causal form; mechanisms that can: {SOME_THAT_CAN}, …")
+    if not streams(module):
+        able = [other for other in available() if streams(mechanism(other))]
+        raise ValueError(f"{name} cannot stream: it has no causal form; mechanisms that can: {', '.join(able)}")
     if not options.causal:
         raise ValueError(f"{name}: streaming needs causal=True, the mechanism was made with causal=False")
     if module.open_size:
@@ -45,6 +45,11 @@ def start(
     memory = memory_of(module, rollback)
     tokens: Buffers | None = {} if rollback is None and memory.forgets else None
     return State(name, memory, zero, zero, seed, rollback, dtype, even=0, tokens=tokens)
+
+
+def streams(module: Attention | type[Attention]) -> bool:
+    """Can it process a sequence token by token?"""
+    return module.capabilities.streaming and module.capabilities.causal
 
 
 def memory_of(module: Attention, rollback: int | None) -> Memory:
