@@ -108,10 +108,25 @@ def test_show_prints_a_report_of_costs(run):
     assert "(9 × 9 tokens per cell)" in result.stdout and "░ through a summary" in result.stdout
 
 
-def test_show_explains_what_cannot_do_without_options(run):
-    result = run("show pattern")
-    assert result.exit_code == 2 and "sets is needed" in result.stderr
-    assert "A pattern of your own" in result.stdout and "lists of key positions" in result.stdout
+@pytest.mark.parametrize(
+    ("name", "option", "words"), [("pattern", "sets", "lists of key positions"), ("combiner-plan", "plan", "groups")]
+)
+def test_show_explains_what_only_python_can_give(run, name, option, words):
+    """With an example in place of the option that a spec cannot have."""
+    result = run(f"show {name} --n 16")
+    assert result.exit_code == 0 and words in result.stdout and "of 256 connections" in result.stdout
+    assert f"{option} can only be given in Python: subquad.attention('{name}', {option}=…)" in result.stdout
+    assert run(f"show {name} --n 16 --causal").exit_code == 0
+
+
+def test_help_fits_the_terminal_and_flags_take_no_value(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = {name: run(f"{name} --help").stdout for name in ("perplexity", "bench", "explore", "")}
+    assert not any("<bool>" in text or "[[" in text or "]..]..." in text for text in said.values())
+    lines = [line.strip() for line in said["perplexity"].splitlines()]
+    assert "adapted model, this is not the model that was converted: measure the latter" in " ".join(lines)
+    body = [line for line in lines if "original is the same weights" in line or "this is not the model" in line]
+    assert body and all(len(line) > 60 for line in body), "no line is broken where the source code breaks it"
 
 
 def test_show_into_a_file(run, tmp_path):

@@ -26,6 +26,7 @@ def test_train_returns_what_a_caller_wants(tmp_path):
     assert (run.task, run.attention, run.metric, run.steps) == ("needle", ["local:window=5"], "accuracy", 2)
     assert run.score == run.test["accuracy"] == run.details["test"]["accuracy"]
     assert str(run) == f"needle, local:window=5: accuracy {run.score:.4f} after 2 steps"
+    assert repr(run) == str(run), "what a notebook shows is what print shows"
     model, task = run.load()
     assert not model.training and task.name == "needle" and task.seed == 1
     assert "subquad train needle --attention local:window=5" in run.details["command"]
@@ -56,6 +57,7 @@ def test_compare_returns_a_table(notebook, tmp_path):
     assert compared.report == out / "report.html" and compared.report.exists()
     assert compared.metric == "accuracy" and 0 < compared.guessing < 1
     shown = str(compared)
+    assert repr(compared) == shown
     assert all(word in shown for word in ("local:window=5", "guessing", compared.headline, "seeds=3", "report: "))
     with pytest.raises(KeyError, match="'linear' was not compared: full, local:window=5"):
         compared["linear"]

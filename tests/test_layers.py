@@ -239,7 +239,7 @@ def test_swap_says_what_is_new_and_changes_nothing_on_an_error():
     assert isinstance(done.model, subquad.MultiheadAttention)
     assert done.model.in_proj_weight.dtype == torch.float64
     assert done.new_parameters == ("attention.abstraction.query_weight", "attention.abstraction.key_weight")
-    assert "2 new parameters to train" in str(done)
+    assert "2 new parameters to train" in str(done) and repr(done) == str(done)
     model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2, add_bias_kv=True))
     with pytest.raises(ValueError, match="1: add_bias_kv"):
         subquad.swap(model, "full")

@@ -27,6 +27,13 @@ def test_a_spec_is_the_same_as_keywords():
     ("spec", "options", "words"),
     [
         ("stridde", {}, "did you mean strided"),
+        ("Fixed", {}, r"did you mean fixed\?"),
+        ("combiner_fixed", {}, r"did you mean combiner-fixed\?"),
+        ("combiner", {}, r"did you mean combiner-fixed or combiner-window or combiner-logsparse\?"),
+        ("sparse", {}, r"did you mean logsparse or combiner-logsparse\?"),
+        ("nope", {}, r"unknown attention 'nope' \("),
+        ("bert", {}, r"unknown attention 'bert' \("),
+        ("attention", {}, r"unknown attention 'attention' \("),
         ("strided", {"width": 3}, "no option 'width'.*its options: num_heads"),
         ("strided", {"ww": 3}, "did you mean w"),
         ("strided", {"w": 0}, "w must be an integer ≥ 1 or None, not 0"),

@@ -239,6 +239,23 @@ def test_nobody_wins_on_the_plateau_or_before_the_others_have_finished():
         assert not any(cell.best for cell in columns([row, missing], "accuracy", found)[0].cells)
 
 
+def test_advice_fits_what_has_happened():
+    """More seeds are advised only to one who asked for one seed and has differences to explain."""
+    full, star = make_row("full", [0.9], 1.0, []), make_row("star", [0.8], 0.5, [])
+    plain = {**make_comparison([full, star]), "seeds": 1}
+    assert "seeds=3" in findings.caution(plain)
+    begun = findings.caution({**plain, "seeds": 3})
+    assert "seeds=" not in begun and begun.startswith("1 of 3 seeds has finished.")
+    waiting = findings.caution({**plain, "rows": [full, make_row("star", [], None, [])]})
+    assert "seeds=" not in waiting and "luck" not in waiting and waiting.startswith("star has not finished.")
+    lost = {**make_row("star", [], None, []), "error": "out of memory"}
+    assert findings.caution({**plain, "rows": [full, lost]}).startswith("star has failed.")
+    stuck = [{**row, "left_plateau": [None]} for row in (full, star)]
+    text = findings.caution({**plain, "rows": stuck, "plateau": {"score": 0.25, "margin": 0.1, "what": "guessing"}})
+    assert "seeds=" not in text and "full and star are still on the plateau" in text
+    assert "no better than guessing" in text and "steps" in text
+
+
 def test_no_speed_is_claimed_from_a_busy_machine(tmp_path):
     rows = [make_row("full", [0.9], 1.0, []), make_row("star", [0.5], 0.2, [])]
     assert said(("full", [0.9], 1.0), ("star", [0.5], 0.2), busy="noise") == "full has the best accuracy, 0.900."

@@ -278,7 +278,28 @@ def test_what_goes_wrong_in_long_sequences_only_is_found(registered):
 
 
 def test_long_checks_make_room_in_max_length(registered):
-    check_attention("synthesizer:variant=random", max_length=80, only=["long_equals_dense", "long_is_causal"])
+    checks = ["long_equals_dense", "long_is_causal", "long_padding_is_invisible"]
+    check_attention("synthesizer:variant=random", max_length=80, only=checks)
+
+
+class PaddingLeakAbove300(PaddingLeak):
+    """Forgets the key mask in long sequences only."""
+
+    def attend(self, q, k, v, call):
+        return super().attend(q, k, v, call) if q.shape[2] > 300 else self.define(q, k, call) @ v
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_forgotten_in_long_sequences_only_is_found(registered, causal):
+    name = registered(PaddingLeakAbove300)
+    check_attention(name, only=["padding_is_invisible"], causal=causal)
+    with pytest.raises(ContractError, match="long_padding_is_invisible: .*n=1000: padded slots have weights"):
+        check_attention(name, only=["long_padding_is_invisible"], causal=causal)
+
+
+def test_a_spec_of_the_wrong_type_is_refused():
+    with pytest.raises(TypeError, match="spec must be a text such as 'strided:w=8', or a function causal → module"):
+        check_attention(3)
 
 
 class IgnoresScale(PaddingLeak):

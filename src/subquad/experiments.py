@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from subquad.training.compare import Comparison
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trained:
     """A finished training run."""
 
@@ -50,8 +50,10 @@ class Trained:
     def __str__(self) -> str:
         return f"{self.task}, {'|'.join(self.attention)}: {self.metric} {self.score:.4f} after {self.steps} steps"
 
+    __repr__ = __str__  # what a notebook shows; `details` has everything
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Compared:
     """A finished comparison. `print` shows its table; `compared["full"]` is the row of an attention."""
 
@@ -85,6 +87,8 @@ class Compared:
             console.print(table(self.rows, self.details.get("guessing"), trusted=trusted))
         lines = [line.rstrip() for line in text.get().splitlines()]
         return "\n".join([*lines, self.headline, self.caution, f"report: {self.report}"])
+
+    __repr__ = __str__  # what a notebook shows; `details` has everything
 
 
 def train(
@@ -217,7 +221,7 @@ def _finish(comparison: Comparison) -> Compared:
     headline = "" if found is None else findings.headline(found).striptags()
     guessing = None if result["guessing"] is None else result["guessing"]["score"]
     return Compared(
-        comparison.task, task_class(comparison.task).metric, rows, guessing, headline, findings.caution(rows, busy),
+        comparison.task, task_class(comparison.task).metric, rows, guessing, headline, findings.caution(result),
         comparison.out, report, result,
     )  # fmt: skip
 

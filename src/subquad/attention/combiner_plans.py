@@ -302,6 +302,7 @@ class CombinerPlan(Combiner):
     counting_range = (128, 512)
     examples = ({"plan": eights},)
     gallery = {"plan": nearby_and_sides}
+    python_only = "plan"
     exceptions = {"compiles": "with key_mask every row has a plan of its own, which a compiled graph does not know"}
 
     @dataclass(frozen=True, kw_only=True)

@@ -58,13 +58,28 @@ UsageError: Any = typer.BadParameter.__base__  # click's; typer brings its own c
 
 
 class PlainHelp:
-    """--help as a flag that is False by default: of a None typer asks pydantic what it means, which costs 0.1 s."""
+    """Help whose paragraphs fit the terminal, and whose flags have no type: `<bool>` would ask for a value.
+
+    --help is a flag that is False by default: of a None typer asks pydantic what it means, which costs 0.1 s.
+    """
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.help = "\n\n".join(" ".join(part.split()) for part in (self.help or "").split("\n\n"))
+        for param in self.params:  # type: ignore[attr-defined]
+            plain_flag(param)
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]
         if option is not None and option.default is None:
             option.default = False
-        return option
+        return plain_flag(option)
+
+
+def plain_flag(option: Any) -> Any:
+    if getattr(option, "is_flag", False) and option.metavar is None:
+        option.metavar = ""
+    return option
 
 
 class Command(PlainHelp, TyperCommand):

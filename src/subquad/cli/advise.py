@@ -258,7 +258,7 @@ def remarks(advice: Advice, rows: list[Row]) -> list[str]:
 
 def calibrate(
     specs: Annotated[
-        list[str] | None, typer.Argument(metavar="[SPEC]...", help="Mechanisms with their options. Default: all.")
+        list[str] | None, typer.Argument(metavar="SPEC", help="Mechanisms with their options. Default: all.")
     ] = None,
     causal: Annotated[
         bool | None,

@@ -9,7 +9,7 @@ import typer
 
 Specs = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SPEC...", help="Mechanisms with their options; with --peers, names of peers."),
+    typer.Argument(metavar="SPEC", help="Mechanisms with their options; with --peers, names of peers."),
 ]
 Lengths = Annotated[
     str | None,

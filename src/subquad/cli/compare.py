@@ -121,7 +121,7 @@ def show(result: dict[str, Any]) -> None:
     if found is None:
         return
     console.print(Text(findings.headline(found).striptags()), soft_wrap=True)
-    console.print(Text(findings.caution(rows, busy)), soft_wrap=True)
+    console.print(Text(findings.caution(result)), soft_wrap=True)
 
 
 def suite_table(results: list[dict[str, Any]]) -> Table:

@@ -24,7 +24,7 @@ def add_to(app: typer.Typer) -> None:
 def explore(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="Folder of a finished run, or of its model.", show_default=False),
+        typer.Argument(metavar="RUN", help="Folder of a finished run, or of its model.", show_default=False),
     ] = None,
     text: Annotated[
         Path | None,
@@ -47,7 +47,7 @@ def explore(
 
     Without RUN it shows who attends to whom: every mechanism over a grid of its options, causal and bidirectional,
     with its summaries, its hop sets and its cost. With RUN and --text it shows what a trained model attends to in a
-    text, by layer, head and token. A page has at most 8 MB, and states what had to be left out.
+    text, by layer, head and token. A page is at most 8 MB large, and states what had to be left out.
     """
     if (run is None) != (text is None):
         raise typer.BadParameter("RUN and --text belong together: give both to see a trained model, or neither")

@@ -41,14 +41,18 @@ def show(
     from subquad.plots import draw_support, panels, save, tally
 
     console = out()
+    only = mechanism(spec).python_only if spec in available() else ""
     try:
-        attention = for_length(spec, n, causal=causal)
+        attention = for_length(spec, n, causal=causal, **(mechanism(spec).gallery if only else {}))
         pictures = panels(attention.picture(n))
     except ValueError:
         if spec in available():  # it needs options, which are best explained before the error
             _explain(mechanism(spec), None, console)
         raise
     _explain(type(attention), attention.options, console)
+    if only:
+        example = f"{only} can only be given in Python: subquad.attention({spec!r}, {only}=…); this is an example"
+        console.print(Text(example), soft_wrap=True)
     for line in _facts(attention, n, [(heads, *tally(picture)) for heads, picture in pictures]):
         console.print(line, soft_wrap=True)
     if png is not None:

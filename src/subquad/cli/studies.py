@@ -148,7 +148,7 @@ def gpu_build(
 
 
 def gpu_time(
-    specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Mechanisms on plans.")] = None,
+    specs: Annotated[list[str] | None, typer.Argument(metavar="SPEC", help="Mechanisms on plans.")] = None,
     n: Annotated[str, typer.Option("--n", help="Sequence lengths, comma-separated.")] = "8192,32768,131072",
     heads: Heads = 16,
     head_dim: Annotated[int, typer.Option(min=1, max=256, help="Width of a head.")] = 64,

@@ -10,16 +10,35 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-SHOWN_BY = {"attention": "subquad list", "task": "subquad tasks"}  # too many to name in an error
+SHOWN_BY = {
+    "attention": "subquad list",
+    "task": "subquad tasks",
+    "table or figure": "subquad reproduce",
+}  # too many to name in an error
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """The known names most like `name`, whatever the case; a beginning counts too (w for width)."""
-    by_lower = {each.lower(): each for each in known}
-    lower = name.lower()
-    found = get_close_matches(lower, by_lower, most, 0.5)
-    found += [each for each in by_lower if lower.startswith(each) or each.startswith(lower)]
-    return [by_lower[each] for each in dict.fromkeys(found)][:most]
+    """The known names that may have been meant: one that differs in case or hyphens only, else those that begin with
+    `name` or are a typing error away, and those of which one begins (w for width) or ends with the other. No name is
+    better than a far-fetched one.
+    """
+    by_plain = {_plain(each): each for each in known}
+    plain = _plain(name)
+    if plain in by_plain or not plain:
+        return [by_plain[plain]] if plain else []
+    found = [each for each in by_plain if each.startswith(plain)]
+    found += get_close_matches(plain, by_plain, most, 0.8)
+    found += [each for each in by_plain if plain.startswith(each) or _ends(plain, each) or _ends(each, plain)]
+    found = found or get_close_matches(plain, by_plain, most, 0.65)
+    return [by_plain[each] for each in dict.fromkeys(found)][:most]
+
+
+def _ends(long: str, short: str) -> bool:
+    return len(short) > 3 and long.endswith(short)  # rate for learning_rate, logsparse for sparse
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter not in "-_ ")
 
 
 def unknown(kind: str, name: Any, known: Iterable[str]) -> ValueError | TypeError:

@@ -240,20 +240,56 @@ def relative(row: Row, *, trusted: bool = True) -> str:
     return f"{'×' if trusted and row.get('relative_quartiles') else '≈'} {row['relative_time']:.2f}"
 
 
-def caution(rows: Sequence[Row], busy: str | None = None) -> str:
-    """How far the numbers can be trusted."""
-    counts = sorted({len(row["scores"]) for row in finished(rows)})
-    if not counts:
+def caution(comparison: dict[str, Any]) -> str:
+    """How far the numbers can be trusted, and what to do about it."""
+    rows, busy = comparison["rows"], untrusted(comparison)
+    done = finished(rows)
+    if not done:
         return ""
-    if counts == [1]:
-        text = f"One seed each: a difference may be luck; run the comparison with {given('seeds', 3)} to find out."
-    else:
+    said = [_unfinished(rows), _seeds(comparison, done), _on_plateau(comparison, [row for row in done if stuck(row)])]
+    if busy and len(done) > 1:
+        said.append(f"The times are not reliable: {busy}. To measure them again, {again()} on a quiet machine.")
+    return " ".join(filter(None, said))
+
+
+def _unfinished(rows: Sequence[Row]) -> str:
+    """Which attentions have no result, and why not."""
+    done = finished(rows)
+    failed = [row["attention"] for row in rows if row not in done and (row["error"] or row["scores"])]
+    waiting = [row["attention"] for row in rows if row not in done and not (row["error"] or row["scores"])]
+    texts = {"failed": failed, "not finished": waiting}
+    return " ".join(f"{listed(who)} {_has(who)} {what}." for what, who in texts.items() if who)
+
+
+def _seeds(comparison: dict[str, Any], done: Sequence[Row]) -> str:
+    """Over how many seeds the numbers are; more are advised where one was asked for and leaves something open."""
+    counts, asked = sorted({len(row["scores"]) for row in done}), comparison.get("seeds", 1)
+    if counts != [1]:
         seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        text = f"Mean ± standard deviation over {seeds} seeds."
-    waiting = [row["attention"] for row in finished(rows) if stuck(row)]
-    if waiting:
-        has = "has" if len(waiting) == 1 else "have"
-        text += f" {', '.join(waiting)} {has} not left the plateau in these steps and {has} no rank."
-    if busy and len(finished(rows)) > 1:
-        text += f" The times are not to be trusted: {busy}. To measure them again, {again()} on a quiet machine."
-    return text
+        return f"Mean ± standard deviation over {seeds} seeds."
+    if asked > 1:
+        return f"1 of {asked} seeds has finished."
+    if len(done) < 2 or all(map(stuck, done)):
+        return "One seed each."
+    return f"One seed each: a difference may be luck; run the comparison with {given('seeds', 3)} to find out."
+
+
+def _on_plateau(comparison: dict[str, Any], waiting: Sequence[Row]) -> str:
+    """Who has learned nothing yet. The plateau is the score of guessing, or of the bigrams of a text."""
+    if not waiting:
+        return ""
+    what = (comparison.get("plateau") or {}).get("what", "guessing")
+    than = "guessing" if what == "guessing" else "a model that sees only the previous token"
+    who = [row["attention"] for row in waiting]
+    are = "is" if len(who) == 1 else "are"
+    text = f"{listed(who)} {are} still on the plateau, no better than {than}, and {_has(who)} no rank"
+    return f"{text}: train for more steps."
+
+
+def listed(words: Sequence[str]) -> str:
+    """a; a and b; a, b and c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _has(words: Sequence[str]) -> str:
+    return "has" if len(words) == 1 else "have"

@@ -44,7 +44,7 @@ def render(comparison: dict[str, Any], *, title: str) -> str:
         "facts": facts(comparison, rows),
         "headline": findings.headline(found),
         "cards": findings.cards(rows, found),
-        "caution": findings.caution(rows, busy),
+        "caution": findings.caution(comparison),
         "about": about(comparison, found),
         "guessing": comparison.get("guessing") and findings.number(comparison["guessing"]["score"]),
         "legend": charts.legend([(one.name, one.colour) for one in histories if one.seeds]),
@@ -87,7 +87,7 @@ def about(comparison: dict[str, Any], found: findings.Findings | None) -> str:
         better = "above" if found.larger else "below"
         chance = findings.number(found.guessing, found.best["mean"])
         text += (
-            f"Guessing, the most frequent answer without a look at the input, has {found.metric} {chance}: "
+            f"Guessing, the most frequent answer regardless of the input, has {found.metric} {chance}: "
             f"only an attention that is clearly {better} it has learned something."
         )
     return text.strip()

@@ -42,7 +42,7 @@ from subquad.testing.exactness import (
     scale_is_used,
     weights_are_probabilities,
 )
-from subquad.testing.long import long_equals_dense, long_is_causal
+from subquad.testing.long import long_equals_dense, long_is_causal, long_padding_is_invisible
 from subquad.testing.masking import (
     causal_by_value_and_gradient,
     nan_stays_where_it_is,
@@ -76,6 +76,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         long_is_causal,
         padding_is_invisible,
         padded_row_equals_alone,
+        long_padding_is_invisible,
         nan_stays_where_it_is,
         no_state_between_calls,
         leaves_no_trace,
@@ -106,6 +107,7 @@ ONCE = {
     "leaves_no_trace",
     "long_equals_dense",
     "long_is_causal",
+    "long_padding_is_invisible",
     "modes_agree",
     "no_state_between_calls",
     "other_sizes",
@@ -180,6 +182,8 @@ def check_attention(
     unknown = set(only or ()) - set(CHECKS)
     if unknown:
         raise ValueError(f"only: no check is called {', '.join(sorted(unknown))} (checks: {', '.join(CHECKS)})")
+    if not isinstance(spec, str) and not callable(spec):
+        raise TypeError(f"spec must be a text such as 'strided:w=8', or a function causal → module, not {spec!r}")
     if callable(spec):
         if definition is None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks of long sequences: fast paths that begin at some length are compared with the definition too."""
+"""Checks of long sequences: a fast path that begins at some length keeps the contract too."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from subquad.testing.case import Case, NotApplicable, close, gradient_names, gradients
+from subquad.testing.masking import slots_weigh_nothing
 
 # More than one block of the usual sizes, and no multiple of them. Some definitions take seconds for 1,000 tokens.
 COMPARED = (257, 401)
+PADDED = 1000
 MOVED = {257: (1, 63, 64, 65, 100, 128, 192, 256), 1000: (1, 64, 100, 256, 500, 512, 768, 999)}  # borders of blocks
 
 
@@ -50,6 +52,31 @@ def long_is_causal(case: Case) -> None:
         if wrong.any():
             b, i = before.nonzero()[wrong][0].tolist()
             raise AssertionError(f"n={n}: tokens from {cuts[b]} on change output {i}")
+
+
+def long_padding_is_invisible(case: Case) -> None:
+    """At a long length padded slots have no weight, and a row padded on either side gives what it gives alone.
+
+    Only the fast path runs, so this costs little; `long_equals_dense` compares it with the definition.
+    """
+    if not case.able.padding:
+        raise NotApplicable
+    longest = max(case.options.get("max_length", 1 << 16), PADDED)  # sizes do not follow from the batch
+    module = case.make(max_length=longest)
+    place = torch.arange(PADDED)
+    kinds = {"left": place < 350, "right": place >= 650, "inside": (place >= 350) & (place < 650)}
+    mask = ~torch.stack(list(kinds.values()))  # (3, n)
+    xs = case.inputs(PADDED, batch=len(mask))
+    with torch.no_grad():
+        slots_weigh_nothing(case, module, case.run, xs, mask, f"n={PADDED}")
+        if case.able.stochastic or "padded_row_equals_alone" in case.exceptions:
+            return
+        out = case.run(module, xs, mask)
+        for b, kind in enumerate(("left", "right")):
+            real = mask[b].nonzero().squeeze(1)
+            alone = case.run(module, [x[b : b + 1].index_select(case.time, real) for x in xs])
+            inside = out[b : b + 1].index_select(case.time, real)
+            close(inside, alone, 1e-9, f"n={PADDED}: {len(real)} tokens with padding on the {kind}")
 
 
 def _make(case: Case) -> Any:

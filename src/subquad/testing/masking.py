@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def padding_is_invisible(case: Case) -> None:
         xs = case.inputs(n, batch=len(mask))
         for what, run in {"fast path": case.run, "definition": case.dense}.items():
             base = case.rows(run(module, xs, mask), mask)
-            _padded_slots_weigh_nothing(case, module, run, n, what)
+            slots_weigh_nothing(case, module, run, xs, mask, f"n={n}, {what}")
             if n == 9 and not case.able.stochastic:  # without the padded slots: left, right, both
                 for b in (1, 2, 3):
                     alone = run(
@@ -82,18 +83,19 @@ def padding_is_invisible(case: Case) -> None:
             assert g.isfinite().all(), f"n={n}: gradient of {name} where there is nothing but padding"
 
 
-def _padded_slots_weigh_nothing(case: Case, module: Any, run: Any, n: int, what: str) -> None:
+def slots_weigh_nothing(
+    case: Case, module: Any, run: Any, xs: Sequence[torch.Tensor], mask: torch.Tensor, what: str
+) -> None:
     """Where weights sum to 1, values of 1 at every real token give 1, or 0 where there is nothing to attend to."""
     declared = case.cannot | set(case.exceptions)
     if case.is_layer or not case.able.weights or "weights_are_probabilities" in declared:
         return
-    mask = masks(n)
-    q, k, v = case.inputs(n, batch=len(mask))
+    q, k, v = xs
     out = case.rows(run(module, [q, k, torch.ones_like(v)], mask), mask).detach()
     off = torch.minimum(out.abs(), (out - 1).abs())
     value = out.flatten()[off.argmax()].item()
     assert off.max() <= 1e-9, (
-        f"n={n}, {what}: padded slots have weights (values of 1 at every real token give {value:.3g}, not 1)"
+        f"{what}: padded slots have weights (values of 1 at every real token give {value:.3g}, not 1)"
     )
 
 
