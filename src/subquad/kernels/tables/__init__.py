@@ -12,6 +12,7 @@ from typing import cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels import devices
@@ -92,23 +93,17 @@ def masks_any_length(support: str) -> bool:
     return pattern.is_nested or pattern.is_predicate or type(pattern).masked is not Pattern.masked
 
 
-def rather_masked(like: Tensor, support: str, n: int, lengths: Tensor | None) -> bool:
-    """Is a mask better than lists for rows of their own length? Where the host would wait to learn the lengths, and
-    pairs are few.
-    """
-    if lengths is None or devices.is_host(like) or not devices.is_short(n):
-        return False
-    return masks_any_length(support) and not is_nested(support) and not lists_any_length(support)
+def global_queries(support: str, n: int, lengths: Tensor) -> Tensor | None:
+    """The queries that `edges_by_length` leaves out, because they see everyone: int64 (B, r), None = nobody."""
+    return cast(Pattern, parse(support)).global_queries(n, lengths)
 
 
-def reads_no_length(support: str, n: int | None, *, in_blocks: bool) -> bool:
-    """Does a device that has the lengths of rows, n tokens at most, need no host to read them? In blocks by `merge`, or
-    as lists and masks.
-    """
+def reads_no_length(support: str, *, in_blocks: bool) -> bool:
+    """Does a device that has the lengths of rows need no host to read them? In blocks by `merge`, or as lists."""
     pattern = cast(Pattern, parse(support))
     if in_blocks or pattern.is_nested:
         return pattern.is_nested or type(pattern).common is not Pattern.common
-    return lists_any_length(support) or (devices.is_short(n) and masks_any_length(support))
+    return lists_any_length(support)
 
 
 @lru_cache(maxsize=32)
@@ -180,7 +175,9 @@ def _(like, lengths, support, families, n):
 def _edges_by_length(lengths: Tensor, support: str, families: list[int], n: int) -> tuple[Tensor, Tensor]:
     """As `_edges`."""
     pattern, own = cast(Pattern, parse(support)), torch.arange(n, device=lengths.device)[:, None]
-    keys = torch.stack([_known(pattern.listed(n, _family(f), lengths)) for f in families], 1)  # (B, families, n, most)
+    lists = [_known(pattern.listed(n, _family(f), lengths)) for f in families]  # (B, n, ·)
+    most = max(x.shape[2] for x in lists)
+    keys = torch.stack([F.pad(x, (0, most - x.shape[2]), value=n) for x in lists], 1)  # (B, families, n, most)
     graph, row = (
         torch.arange(len(lengths) * len(families), device=own.device),
         torch.arange(2 * n + 1, device=own.device),
