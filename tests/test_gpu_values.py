@@ -16,13 +16,8 @@ from merge_calls import Asked, asked, asked_by
 from subquad.attention.registry import mechanism
 from subquad.kernels import devices
 from subquad.kernels.clusters import aten as cluster_kernels
-from subquad.kernels.clusters import static
 from subquad.kernels.fourier import mix
-from subquad.kernels.graphs import reference as graphs_reference
-from subquad.kernels.masks import unpack_mask
 from subquad.kernels.merge import cuda, reference
-from subquad.kernels.sampler import Rules, sample, sample_rows
-from subquad.kernels.sampler import reference as sampler_reference
 from subquad.kernels.tables import pattern_buckets, pattern_edges
 from subquad.supports import binary, drawn, patterns
 from subquad.supports.support import parse, plan_of
@@ -58,42 +53,6 @@ def test_the_way_of_long_sequences(name, monkeypatch):
     monkeypatch.setattr(devices, "FEW", 8)
     for case in cases(name, **mechanism(name).examples[0]):
         compare(case, 33, padded=True)
-
-
-CLUSTERED = ["sbm", "scatterbrain", "routing", "combiner-routing"]
-
-
-@pytest.mark.parametrize("options", [{}, {"ste": "published"}, {"sampler": "fastrg"}], ids=str)
-@pytest.mark.parametrize("name", CLUSTERED)
-def test_the_way_without_waiting(name, options, monkeypatch):
-    """Where the host must not read, long sequences have all pairs too, some rows at a time."""
-    if options and name != "sbm":
-        pytest.skip("an option of sbm")
-    monkeypatch.setattr(devices, "FEW", 8)
-    for module, size in ((static, "BATCH"), (sampler_reference, "PAIRS"), (graphs_reference, "PAIRS")):
-        monkeypatch.setattr(module, size, 300)
-    monkeypatch.setattr(static.StaticLayout, "batch", 300)
-    with devices.without_waiting():
-        for case in cases(name, **mechanism(name).examples[0], **options):
-            compare(case, 33, padded=False)
-            compare(case, 33, padded=True)
-        check_dropped(name, **options)
-
-
-def test_rows_of_a_graph_drawn_alone(monkeypatch):
-    """`sample_rows`: of new queries in streaming, what a call draws for them."""
-    monkeypatch.setattr(sampler_reference, "PAIRS", 100)
-    draw = torch.Generator().manual_seed(0)
-    w, z = (torch.rand(2, 3, 29, 5, generator=draw) * scale for scale in (0.3, 1))
-    real, position = torch.rand(2, 29, generator=draw) > 0.2, torch.tensor([[3, 9, 28], [0, 1, 17]])
-    for sampler in ("exact", "fastrg", "bernoulli"):
-        rules = Rules(sampler, causal=True, exploration=0.1, reach=1, crossover=-1.0, alike=True)
-        drawn = sample(w, z, torch.tensor(7), real, rules)
-        whole = unpack_mask(drawn.mask, (2, 3, 29, 29))
-        at = position[:, None, :, None].expand(-1, 3, -1, 29)
-        some = w.gather(2, position[:, None, :, None].expand(-1, 3, -1, 5))
-        found = sample_rows(some, z, torch.tensor(7), real, position, rules)
-        assert found.any() and torch.equal(found, whole.gather(2, at))
 
 
 @pytest.mark.parametrize("few", [8, 1024])
@@ -221,6 +180,8 @@ def test_streaming(name):
 @pytest.mark.parametrize("name", [name for name in subquad.available() if mechanism(name).capabilities.streaming])
 def test_streaming_of_every_mechanism(name):
     check_streaming(name)
+    with devices.without_waiting():
+        check_streaming(name)
 
 
 # ---- padded batches under one plan ----

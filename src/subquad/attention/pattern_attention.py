@@ -6,8 +6,8 @@ The sets come from `supports.patterns`. With p > 1 families `heads` says how a l
 `sequential` layer l takes family l mod p, `union` every head takes all families at once, `multihead` the heads
 are split evenly over the families. Softmax over regular sets runs as blocks through the merge kernel; other sets, and
 other probability maps ρ, run over the edge list. The whole matrix of scores is computed for other maps in a compiled
-graph alone. In padded rows on a device, whose lengths the host does not read, queries that see everyone are computed for
-themselves (`Pattern.global_queries`): where they stand can follow from the length.
+graph alone. In padded rows on a device, whose lengths the host does not read, queries that see everyone are computed
+for themselves (`Pattern.global_queries`): where they stand can follow from the length.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def is_host(x: torch.Tensor) -> bool:
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Inside, the host never waits for a device, in any thread: what would be read is bounded instead, which can cost as
-    much as full attention. The environment variable SUBQUAD_WAIT=never does the same for a whole process.
+    """Inside, the host never waits for a device, in any thread: what would be read is bounded instead, which can cost
+    as much as full attention. The environment variable SUBQUAD_WAIT=never does the same for a whole process.
     """
     _refused.append(True)
     try:

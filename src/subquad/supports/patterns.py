@@ -384,11 +384,17 @@ class Logsparse(Pattern):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Custom(GivenSupport, Pattern):
-    """A user's own sets: `masks(n)` gives the p masks of length n, bool (p, n, n)."""
+    """A user's own sets: `masks(n)` gives the p masks of length n, bool (p, n, n). A function of one's own may look at
+    the length: who does not says so by `nested`.
+    """
 
     masks: Callable[[int], Tensor]
     families: int = 1
-    is_nested = False  # a function of one's own may look at the length
+    nested: bool = False
+
+    @property
+    def is_nested(self):
+        return self.nested
 
     @property
     def longest(self):

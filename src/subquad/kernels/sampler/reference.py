@@ -64,9 +64,7 @@ def sample(
     return listed.indptr, listed.indices, pack_mask(seen & masked[..., None]), edges.degrees, counts
 
 
-def sample_rows(
-    w: Tensor, z: Tensor, seed: Tensor, key_mask: Tensor | None, position: Tensor, rules: Rules
-) -> Tensor:
+def sample_rows(w: Tensor, z: Tensor, seed: Tensor, key_mask: Tensor | None, position: Tensor, rules: Rules) -> Tensor:
     """The rows at `position` (B, t) of graphs of m causal queries and keys, bool (B, H, t, m), without reading a value.
 
     w (B, H, t, k) are the memberships of these queries alone, z (B, H, m, k) those of all keys.

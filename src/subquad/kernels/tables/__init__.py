@@ -23,6 +23,11 @@ from subquad.supports.pattern import ROWS, Pattern, pointers
 from subquad.supports.support import constant_of_graphs, parse, text_of
 
 UNION = -1  # a family: the union of all
+UNREAD = (
+    "the sets of a row depend on its length, which the host must not read here; pass nested=True if those of a shorter "
+    "row are the same sets, cut off"
+)
+TABLE = 1 << 13  # positions of which a device keeps the named keys of all
 
 
 def pattern_edges(
@@ -116,6 +121,8 @@ def _family(number: int) -> int | None:
 
 
 def _sizes(n: int, lengths: Tensor | None) -> list[int]:
+    if lengths is not None and not devices.is_host(lengths) and not devices.may_wait():
+        raise ValueError(f"pattern: {UNREAD}")
     return [n] if lengths is None else lengths.tolist()
 
 
@@ -234,15 +241,27 @@ def named_keys(
     """The keys that a causal pattern names for queries at `position` (B, t): int64 (B, families, t, m), -1 = none.
 
     m is the length of the longest list; in a compiled graph that of all queries before position `room`. `first`: the
-    first position of all rows, where the host knows it.
+    first position of all rows, where the host knows it. A device that has the positions looks the lists up in a table
+    of all of them, unless that is long.
     """
     if first is not None:
         lists = _listed(np.arange(first, first + position.shape[1])[None], pattern, families, 0)
         return _given(lists, position).expand(len(position), -1, -1, -1)
-    if not torch.compiler.is_compiling():
-        return _given(_listed(position.cpu().numpy(), pattern, families, 0), position)
     text = text_of(pattern)
+    if not torch.compiler.is_compiling():
+        if devices.is_host(position) or (room > TABLE and devices.may_wait()):
+            return _given(_listed(position.cpu().numpy(), pattern, families, 0), position)
+        table = _named_table(text, families, 1 << max(0, room - 1).bit_length(), position.device)  # (F, room, m)
+        return table[:, position.clamp(max=table.shape[1] - 1)].transpose(0, 1)
     return _named(position.clamp(max=room - 1), text, list(families), most_named(text, families, room))
+
+
+@lru_cache(maxsize=8)
+def _named_table(support: str, families: tuple[int, ...], room: int, device: torch.device) -> Tensor:
+    """What `named_keys` gives for the positions before `room`, (families, room, m)."""
+    pattern = cast(Pattern, parse(support))
+    lists = _listed(np.arange(min(room, pattern.longest or room))[None], pattern, families, 0)
+    return torch.from_numpy(lists[0]).to(device, non_blocking=True)
 
 
 @constant_of_graphs
