@@ -144,6 +144,24 @@ def test_long_sequences_count_what_short_ones_do_not(name, options, few, no_auto
         assert bool(declared) == (few < N and "ste" not in options)
 
 
+NESTED = {name: {"nested": True} for name in ("pattern", "combiner-plan")}  # other sets of one's own depend on lengths
+
+
+@pytest.mark.parametrize("name", subquad.available())
+def test_nobody_waits_where_the_host_must_not(name, no_autocast, monkeypatch):
+    """As in the capture of a CUDA graph, which a read would end: whoever says that it reads, beyond short sequences."""
+    monkeypatch.setattr(devices, "FEW", 0)
+    for causal in directions(name):
+        for padded in paddings(name):
+            for dropout, dtype in ((0.1, torch.float32), (0.0, torch.float64)):
+                options = {**mechanism(name).examples[0], "dropout": dropout}
+                about = {"num_heads": 4, "head_dim": 8, "causal": causal, "max_length": 128}
+                if subquad.attention(name, **about, **options).host_reads(padded, dtype, N):
+                    with devices.without_waiting():
+                        options |= NESTED.get(name, {})
+                        assert not check_waiting(name, causal, padded, options, dtype)
+
+
 OWN_SETS = [
     ("star", {}), ("star", {"relay": "first"}), ("fixed", {"w": 4, "close": True, "heads": "union"}),
     ("bigbird", {"block": 4}), ("logsparse", {}), ("random", {}), ("combiner-logsparse", {}),
@@ -159,14 +177,12 @@ def test_padded_rows_with_sets_of_their_own_are_not_read(name, options, no_autoc
             assert not check_waiting(name, causal, True, {**options, "dropout": dropout})
 
 
-@pytest.mark.parametrize("few", [N, N - 1])
 @pytest.mark.parametrize("name, options", OWN_SETS[:-1], ids=str)
-def test_other_maps_of_long_padded_rows(name, options, few, no_autocast, monkeypatch):
-    """Sets in blocks have a mask where rows are short; lists are made on the device."""
-    monkeypatch.setattr(devices, "FEW", few)
+def test_other_maps_of_padded_rows(name, options, no_autocast, monkeypatch):
+    """Lists are made on the device, and queries that see everyone are computed for themselves."""
+    monkeypatch.setattr(devices, "FEW", 0)
     for dropout in (0.0, 0.1):
-        declared = check_waiting(name, False, True, {**options, "map": "topk", "topk": 3, "dropout": dropout})
-        assert bool(declared) == (few < N and name not in ("logsparse", "random"))
+        assert not check_waiting(name, False, True, {**options, "map": "topk", "topk": 3, "dropout": dropout})
 
 
 @pytest.mark.parametrize("name, options", [("strided", {"w": 4}), *OWN_SETS[:-1]], ids=str)
@@ -181,7 +197,7 @@ def test_masks_of_compiled_graphs_are_made_on_the_device(name, options, no_autoc
         assert not moves.found, f"{moves.found} move to the CPU"
 
 
-OTHERS = ("sbm", "pattern")  # sbm reads how many edges it has drawn; without contents a user's function makes no sets
+OTHERS = ("pattern",)  # without contents a user's function makes no sets
 STREAMING = [name for name in subquad.available() if mechanism(name).capabilities.streaming and name not in OTHERS]
 
 
@@ -196,6 +212,24 @@ def test_streaming_does_not_wait_for_the_device(name, no_autocast):
             for t in sizes:
                 out, state = layer.extend(torch.empty(2, t, WIDTH, device="meta"), state)
                 assert out.shape == (2, t, WIDTH)
+            assert not moves.found, f"{moves.found} move to the CPU"
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_streaming_of_padded_rows_does_not_wait(name, no_autocast):
+    """Where the host must not look whether there is padding: rows of their own length, which then go on without a mask,
+    with one, and in another order.
+    """
+    about = {"causal": True, "max_length": 256, "batch_first": True, **mechanism(name).examples[0]}
+    layer = on_fake_gpu(subquad.MultiheadAttention(WIDTH, 4, attention=name, **about).eval(), "meta")
+    for sizes in ((8, 1, 1), (40, 24, 1)):
+        with devices.without_waiting(), fake_device(bodies=True) as moves, torch.no_grad():
+            state = layer.start(2, rollback=0)
+            for number, t in enumerate(sizes):
+                padding = None if number == 1 else torch.empty(2, t, dtype=torch.bool, device="meta")
+                out, state = layer.extend(torch.empty(2, t, WIDTH, device="meta"), state, key_mask=padding)
+                assert out.shape == (2, t, WIDTH)
+                state = state.reorder(torch.empty(2, dtype=torch.int64, device="meta"))
             assert not moves.found, f"{moves.found} move to the CPU"
 
 
@@ -277,6 +311,18 @@ def test_packed_batches_with_starts_on_the_host_do_not_wait(head, no_autocast):
     starts, ids = torch.tensor([0, 20, 21, 50, N]), torch.zeros(1, N, dtype=torch.long, device="meta")
     logits = make_model(head).to("meta")(ids, cu_seqlens=starts).logits
     assert logits.device.type == "meta" and logits.shape[0] == (4 if head == "sequence" else 1)
+
+
+@pytest.mark.parametrize("head", ["causal-lm", "sequence"])
+def test_packed_batches_with_starts_on_the_device_do_not_wait(head, no_autocast):
+    """Where the host must not."""
+
+    def output(model):
+        starts = torch.zeros(5, dtype=torch.int32, device="meta")
+        return model(torch.zeros(1, N, dtype=torch.long, device="meta"), cu_seqlens=starts).logits
+
+    with devices.without_waiting():
+        trace_backward(make_model(head), output, bodies=True)
 
 
 class Captured(Exception):

@@ -143,6 +143,28 @@ def test_pairs_beside_a_plan(pattern):
         assert found.max() <= 1 and found.sum() == found[:length, :length].sum()
 
 
+LISTED = [
+    patterns.Star(w=2), patterns.Star(w=40), patterns.Star(w=3, relay="first"), patterns.Fixed(w=4, close=True),
+    patterns.Logsparse(), drawn.BigBird(block=2), drawn.BigBird(block=3, global_blocks=0), drawn.Random(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", LISTED, ids=str)
+def test_lists_made_on_the_device(pattern):
+    """`Pattern.listed`, ascending, each key once, and `Pattern.global_queries`: the sets of every length."""
+    n = 29
+    lengths = torch.arange(n + 1)
+    for family in (None, *range(pattern.families)):
+        keys, everyone = pattern.listed(n, family, lengths), pattern.global_queries(n, lengths)
+        assert ((keys.diff(dim=2) > 0) | (keys[..., 1:] == n)).all()
+        for length in range(1, n + 1):
+            found = torch.zeros(n, n + 1, dtype=torch.bool).scatter_(1, keys[length], True)[:, :n]
+            for i in () if everyone is None else everyone[length].tolist():
+                assert not found[i].any()
+                found[i, :length] = i < length
+            assert torch.equal(found[:length, :length], pattern.mask(length, family)) and not found[length:].any()
+
+
 def check_streaming(name: str) -> None:
     for case in cases(name, causal=True, **mechanism(name).examples[0]):
         with as_on_a_gpu():
@@ -158,6 +180,8 @@ def test_streaming(name):
 @pytest.mark.parametrize("name", [name for name in subquad.available() if mechanism(name).capabilities.streaming])
 def test_streaming_of_every_mechanism(name):
     check_streaming(name)
+    with devices.without_waiting():
+        check_streaming(name)
 
 
 # ---- padded batches under one plan ----

@@ -237,6 +237,7 @@ class MultiheadAttention(nn.Module):
         settled = self.attention.options.max_length or (able.streaming and not self.attention.open_size)
         shape = (tokens[0].shape[0], tokens[0].shape[1])
         about: dict[str, Any] = {"sharing": "near" if settled else "equal", "device": tokens[0].device}
+        about["longest"] = self.attention.options.max_length
         return packing_of(shape, key_mask, position_ids, cu_seqlens, **about)
 
     def start(self, batch_size: int, **about: Any) -> State:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from subquad.attention.base import Attention
 from subquad.attention.call import Record
-from subquad.kernels.values import readable
+from subquad.kernels.values import may_look, readable
 
 SPARE = 32  # slots that may be filled up in a call before another call is cheaper
 SHARE = 24  # and 1 / SHARE of the tokens of the call
@@ -60,7 +60,7 @@ class Packing(NamedTuple):
         """Tokens of each sequence, (S,)."""
         if self.slots is None or self.starts is None:
             raise ValueError("rows with gaps are no packed batch: each is one sequence")
-        return torch.cat([self.starts, self.starts.new_tensor([len(self.slots)])]).diff().to(self.back.device)
+        return _lengths(self.slots, self.starts).to(self.back.device)
 
     def to(self, device: torch.device | None) -> Packing:
         """For tokens on another device. `slots` and `starts` stay where they are, so that the host need not wait."""
@@ -108,17 +108,18 @@ def packing_of(
     sharing: str = "near",
     pad_left: bool = False,
     device: torch.device | None = None,
+    longest: int | None = None,
 ) -> Packing | None:
     """The sequences of a batch of slots (B, n); None where each row is one, with nothing missing inside.
 
     A sequence begins where `position_ids` (B or 1, n) are 0, or at the slots `cu_seqlens` (S + 1,); padded slots belong
     to none. `sharing`: which sequences share a call, those of near lengths or only those of equal ones. `pad_left`:
     where the padding goes that stands between tokens. `device`: that of the tokens; `cu_seqlens` may be on the CPU,
-    where nobody waits to read them.
+    where nobody waits to read them. `longest`: what no sequence may be longer than.
     """
     tracing = torch.compiler.is_compiling()
     begins = None if position_ids is None else _restarts(position_ids, shape)
-    if tracing and position_ids is not None:
+    if position_ids is not None and not may_look(position_ids):
         _assert_unpacked(position_ids, key_mask)
     if begins is not None and key_mask is not None:
         begins = begins & key_mask  # positions of padded slots say nothing
@@ -129,10 +130,12 @@ def packing_of(
             raise ValueError("cu_seqlens: how many sequences there are is not known while a model is traced")
         if key_mask is None:
             return None
-        looks = readable(key_mask) or (pad_left and not tracing)
+        looks = readable(key_mask) or (pad_left and may_look(key_mask))
         if looks and not has_gaps(key_mask):
             return None
         return _closed(key_mask, pad_left=pad_left)
+    if cu_seqlens is not None and not may_look(begins):
+        return _within_bounds(cu_seqlens, shape, key_mask, sharing, longest).to(device)
     real = torch.ones_like(begins) if key_mask is None else key_mask
     slots = real.flatten().nonzero()[:, 0]  # (T,): the slots of the real tokens
     if len(slots) == 0:
@@ -160,17 +163,23 @@ def _restarts(position_ids: Tensor, shape: tuple[int, int]) -> Tensor | None:
     if position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1]:
         raise ValueError(f"position_ids must have shape {shape} or {(1, shape[1])}, not {tuple(position_ids.shape)}")
     begins = position_ids == 0
-    if torch.compiler.is_compiling() or not bool(begins[:, 1:].any()):
+    if not may_look(begins) or not bool(begins[:, 1:].any()):
         return None
     return begins.expand(shape)
 
 
 def _assert_unpacked(position_ids: Tensor, key_mask: Tensor | None) -> None:
-    """How many sequences there are is not known while a model is traced: its graph refuses more than one in a row."""
+    """How many sequences there are is not known while a model is traced, or where the host must not wait to learn it:
+    more than one in a row are refused.
+    """
     begins, first = position_ids == 0, torch.arange(position_ids.shape[1], device=position_ids.device) == 0
     if key_mask is not None:  # positions of padded slots say nothing
         begins, first = begins & key_mask, key_mask & (key_mask.cumsum(1) == 1)
-    message = "position_ids restart at 0: a traced graph cannot take a packed batch apart; call the model itself"
+    message = (
+        "position_ids restart at 0: a traced graph cannot take a packed batch apart; call the model itself"
+        if torch.compiler.is_compiling()
+        else "position_ids restart at 0: where the host must not wait, give cu_seqlens"
+    )
     torch._assert_async(~(begins & ~first).any(), message)
 
 
@@ -183,15 +192,14 @@ def _checked(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
         raise ValueError(f"cu_seqlens needs all sequences in one row, a batch of 1, not of {shape[0]}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must have shape (S + 1,) for S ≥ 1 sequences, not {tuple(cu_seqlens.shape)}")
-    ends = cu_seqlens.long()
-    if int(ends[0]) != 0 or int(ends[-1]) != shape[1] or bool((ends.diff() < 0).any()):
-        raise ValueError(
-            f"cu_seqlens must begin with 0, never fall and end with the {shape[1]} tokens there are, "
-            f"not {ends[:4].tolist()} … {ends[-1].item()}"
-        )
-    begins = torch.zeros(shape, dtype=torch.bool, device=cu_seqlens.device)
-    begins[0, ends[:-1][ends.diff() > 0]] = True
-    return begins
+    ends, wanted = cu_seqlens.long(), f"begin with 0, never fall and end with the {shape[1]} tokens there are"
+    right = (ends[0] == 0) & (ends[-1] == shape[1]) & (ends.diff() >= 0).all()
+    if not may_look(right):
+        torch._assert_async(right, f"cu_seqlens must {wanted}")
+    elif not bool(right):
+        raise ValueError(f"cu_seqlens must {wanted}, not {ends[:4].tolist()} … {ends[-1].item()}")
+    begins = torch.zeros(shape[1] + 1, dtype=torch.bool, device=ends.device)  # an empty sequence may begin at the end
+    return begins.index_fill(0, ends[:-1], True)[None, :-1]
 
 
 def sequence_positions(cu_seqlens: Tensor, mask: Tensor | None, n: int) -> Tensor:
@@ -225,7 +233,7 @@ def _closed(key_mask: Tensor, *, pad_left: bool = False) -> Packing:
 
 def _apart(slots: Tensor, starts: Tensor, shape: tuple[int, int], sharing: str = "near") -> Packing:
     """Sequences as rows of buckets. `slots` (T,): all their tokens; `starts` (S,): which of them they begin with."""
-    lengths = torch.cat([starts, starts.new_tensor([len(slots)])]).diff()  # (S,)
+    lengths = _lengths(slots, starts)
     ordered, order = lengths.sort(descending=True, stable=True)
     back = slots.new_full((shape[0] * shape[1],), -1)
     buckets, filled, at = [], 0, 0
@@ -240,6 +248,43 @@ def _apart(slots: Tensor, starts: Tensor, shape: tuple[int, int], sharing: str =
     if len(buckets) == 1 and buckets[0].mask is None and filled == len(back) and bool((back.diff() == 1).all()):
         buckets = [buckets[0]._replace(in_order=True)]
     return Packing(tuple(buckets), back.where(back >= 0, filled), shape, slots, starts)
+
+
+def _lengths(slots: Tensor, starts: Tensor) -> Tensor:
+    """Tokens of each sequence, (S,)."""
+    return torch.nn.functional.pad(starts, (0, 1), value=len(slots)).diff()
+
+
+def _within_bounds(
+    cu_seqlens: Tensor, shape: tuple[int, int], key_mask: Tensor | None, sharing: str, longest: int | None
+) -> Packing:
+    """`_apart` for a row of T slots, without reading where its S sequences begin.
+
+    The i-th longest has T / i tokens at most: one row of T slots, two of T/2, four of T/4, … have room for all, and
+    that is T·(1 + log₂ S) slots at most. None is longer than `longest`.
+    """
+    if key_mask is not None or sharing == "equal":
+        what = "padding between them" if key_mask is not None else "only sequences of equal length in a call"
+        raise ValueError(f"cu_seqlens: where the host must not wait, they must be on the CPU if there is {what}")
+    starts, device = cu_seqlens[:-1].long(), cu_seqlens.device
+    slots = torch.arange(shape[1], device=device)
+    lengths = _lengths(slots, starts)
+    longest = shape[1] if longest is None else longest
+    right = (lengths > 0) & (lengths <= longest)
+    torch._assert_async(right.all(), f"cu_seqlens: where the host must not wait, sequences have 1 … {longest} tokens")
+    ordered, order = lengths.sort(descending=True, stable=True)
+    back, buckets, filled, at = slots.new_zeros(shape[1] + 1), [], 0, 0
+    while at < len(starts):
+        count = len(starts) if sharing == "all" else at + 1
+        place = torch.arange(min(longest, shape[1] // (at + 1)), device=device)  # (m,)
+        own, size = starts[order[at : at + count]], ordered[at : at + count]  # (R,)
+        mask = place < size[:, None]  # (R, m)
+        index = own[:, None] + place * mask
+        where = torch.where(mask, index, shape[1]).flatten()
+        back.index_copy_(0, where, filled + torch.arange(index.numel(), device=device))
+        buckets.append(Bucket(index, mask))
+        filled, at = filled + index.numel(), at + count
+    return Packing(tuple(buckets), back[:-1], shape, slots, starts)
 
 
 def _shares(lengths: list[int], sharing: str) -> list[int]:
@@ -258,6 +303,16 @@ def _shares(lengths: list[int], sharing: str) -> list[int]:
     return counts
 
 
+def _as_one_call(packing: Packing) -> Packing:
+    """All sequences in one bucket, because a record speaks of one call."""
+    slots, starts, shape = packing.slots, packing.starts, packing.shape
+    assert slots is not None and starts is not None
+    if may_look(starts):
+        return _apart(slots, starts, shape, "all")
+    ends = torch.nn.functional.pad(starts, (0, 1), value=len(slots))
+    return _within_bounds(ends, shape, None, "all", packing.longest)
+
+
 def attend_packed(
     packing: Packing,
     mechanism: Attention,
@@ -273,8 +328,7 @@ def attend_packed(
     """
     tells = want_record and type(mechanism).attend_observed is not Attention.attend_observed
     if tells and packing.slots is not None and packing.starts is not None:
-        whole = _apart(packing.slots, packing.starts, packing.shape, "all")  # a record speaks of one call
-        packing = whole.to(packing.back.device)
+        packing = _as_one_call(packing).to(packing.back.device)
     outputs, record = [], Record()
     for bucket in packing.buckets:
         query = bucket.rows(tokens[0])  # one object stays one: projections look at identity

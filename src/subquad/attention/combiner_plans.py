@@ -31,7 +31,8 @@ from subquad.core.hashing import seed_from
 from subquad.core.numbers import settled
 from subquad.core.options import option
 from subquad.kernels.edges import EdgeList, edge_attention
-from subquad.kernels.tables import group_count, partition_edges
+from subquad.kernels.tables import UNREAD, group_count, partition_edges
+from subquad.kernels.values import cut_rows, may_look
 from subquad.supports import binary, grids, spans
 from subquad.supports.partitions import IndexSets, Partition
 from subquad.supports.support import text_of
@@ -266,6 +267,8 @@ def axial(plan: str, *, causal: bool, cols: int | None, split: bool = False) -> 
 
 # ---- a plan of your own ----
 
+FEW = 4  # tokens of the plan that nested=True is checked with
+
 
 def eights(n: int) -> tuple[Sequence, Sequence]:
     """An example of a plan: eight tokens directly, the other eights of the own 64, and the other 64s, as groups."""
@@ -293,6 +296,9 @@ class CombinerPlan(Combiner):
     `plan` is such a function of n, or a `supports.partitions.Partition` whose groups are plain sets. For every query
     the sets must be a partition of its support; with causal=True each keeps its positions ≤ i. Any plan is exact; the
     cost is the plan's own, Σ terms + Σ members, over edge lists instead of blocks.
+
+    In a padded batch every row follows the plan of its own length. `nested=True` says that the sets of fewer tokens are
+    those of more tokens, cut off: then all rows follow one plan, and a GPU, which knows the lengths, is not waited for.
     """
 
     cost = "the plan's own"
@@ -308,6 +314,7 @@ class CombinerPlan(Combiner):
     @dataclass(frozen=True, kw_only=True)
     class Options(CombinerOptions):
         plan: Any = option(None, "a function n → (direct sets, groups), or a Partition")
+        nested: bool = option(False, "the sets of fewer tokens are those of more, cut off")
 
     def make_partition(self, options: CombinerPlan.Options) -> Partition:
         given = options.plan
@@ -318,16 +325,23 @@ class CombinerPlan(Combiner):
                 )
             return given
         if callable(given):
-            return IndexSets(sets=given, causal=options.causal)
+            sets = IndexSets(sets=given, causal=options.causal)
+            if options.nested and not sets.is_nested_at(FEW):
+                raise ValueError(
+                    f"combiner-plan: nested=True, but the sets of {FEW} tokens are not those of {2 * FEW}, cut off"
+                )
+            return sets
         raise TypeError(f"combiner-plan: plan must be a function n → (direct, groups) or a Partition, not {given!r}")
 
     def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
-        return "the lengths of rows, which their plans depend on" if padded else ""
+        return "the lengths of rows, which their plans depend on" if padded and not self.options.nested else ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Rows of equal length together: a plan of one's own may divide every length in another way."""
-        if call.lengths is None:
-            return self._attend(q, k, v, call)
+        """A row at a time: a plan of one's own may divide every length in another way."""
+        if call.lengths is None or self.options.nested:
+            return cut_rows(self._attend(q, k, v, call), call.lengths)
+        if not may_look(call.lengths) and not torch.compiler.is_compiling():
+            raise ValueError(f"combiner-plan: {UNREAD}")
         if torch.compiler.is_compiling():
             raise ValueError("combiner-plan: key_mask is not supported in a compiled graph; call it eagerly")
         rows = []

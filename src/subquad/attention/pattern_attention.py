@@ -6,7 +6,8 @@ The sets come from `supports.patterns`. With p > 1 families `heads` says how a l
 `sequential` layer l takes family l mod p, `union` every head takes all families at once, `multihead` the heads
 are split evenly over the families. Softmax over regular sets runs as blocks through the merge kernel; other sets, and
 other probability maps ρ, run over the edge list. The whole matrix of scores is computed for other maps in a compiled
-graph, and for some short padded rows on a device whose lengths the host does not read (`rather_masked`).
+graph alone. In padded rows on a device, whose lengths the host does not read, queries that see everyone are computed
+for themselves (`Pattern.global_queries`): where they stand can follow from the length.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from subquad.core.hashing import dropout_factors, ranks
 from subquad.core.numbers import settled
 from subquad.core.options import option
 from subquad.kernels.merge import merge_attention
-from subquad.kernels.pattern_lists import pattern_attention, pattern_mapped_attention
-from subquad.kernels.tables import UNION, pattern_mask, rather_masked, reads_no_length
+from subquad.kernels.pattern_lists import lists_on_device, pattern_attention, pattern_mapped_attention
+from subquad.kernels.tables import UNION, global_queries, pattern_mask, reads_no_length
 from subquad.supports.kept import EVERYTHING
 from subquad.supports.pattern import Pattern
 from subquad.supports.shards import Tail
@@ -80,7 +81,7 @@ class PatternAttention(SizedAttention):
 
     def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
         in_blocks = self.options.map == "softmax" and self._has_parts
-        known = reads_no_length(self.sized(1).text, length, in_blocks=in_blocks)
+        known = reads_no_length(self.sized(1).text, in_blocks=in_blocks)
         return "" if known or not padded else "the lengths of rows, which their sets depend on"
 
     def head_groups(self) -> list[tuple[range, int | None]]:
@@ -99,16 +100,25 @@ class PatternAttention(SizedAttention):
         text = self._text(call.slots)
         if self.options.map == "softmax" and self._has_parts:
             return self._by_blocks(text, q, k, v, call)
-        if self.options.map != "softmax" and (
-            torch.compiler.is_compiling() or rather_masked(q, text, q.shape[2], call.lengths)
-        ):
+        if self.options.map != "softmax" and torch.compiler.is_compiling():
             seen = pattern_mask(q, text, self._families(), q.shape[2], call.lengths)  # (B, 1 or H, n, n)
             return self._densely(seen, q, k, v, call)
         sets, scale = (text, self._families(), call.lengths), self.options.softmax_scale
         about: dict[str, Any] = {"key_mask": call.key_mask, "dropout": call.dropout, "seed": call.seed, "scale": scale}
         if self.options.map == "softmax":
             return pattern_attention(q, k, v, *sets, **about)
-        return pattern_mapped_attention(q, k, v, *sets, self.map_of_heads, **about)
+        out = pattern_mapped_attention(q, k, v, *sets, self.map_of_heads, **about)
+        return self._with_global_queries(out, text, q, k, v, call) if lists_on_device(q, text, call.lengths) else out
+
+    def _with_global_queries(self, out: Tensor, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """What the queries that see everyone give, added to 0 in their places."""
+        assert call.lengths is not None
+        places = global_queries(text, q.shape[2], call.lengths)  # (B, r)
+        if places is None:
+            return out
+        at = places[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
+        seen = (places < call.lengths[:, None])[:, None, :, None]  # (B, 1, r, 1)
+        return out.scatter_add(2, at, self._densely(seen, q.gather(2, at), k, v, call, places).to(out.dtype))
 
     def _by_blocks(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Softmax over regular sets: blocks, a group of heads at a time."""
@@ -175,11 +185,13 @@ class PatternAttention(SizedAttention):
             numbers if len(groups) == 1 else [f for (heads, _), f in zip(groups, numbers, strict=True) for _ in heads]
         )
 
-    def _densely(self, seen: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """On the whole matrix of scores, under a mask (B, 1 or H, n, n)."""
+    def _densely(
+        self, seen: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, places: Tensor | None = None
+    ) -> Tensor:
+        """On the whole matrix of scores, under a mask (B, 1 or H, n, n); `places` (B, r) are those of some queries."""
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         weights = masked_map(self.map_of_heads, q, k, seen, call.key_mask, self.options.softmax_scale)
-        return _dropped(weights, call).to(v.dtype) @ v
+        return _dropped(weights, call, places).to(v.dtype) @ v
 
     def map_of_heads(self, scores: Tensor, allowed: Tensor) -> Tensor:
         """ρ of every head: scores and mask (B, H, …, keys)."""
@@ -234,13 +246,14 @@ class FamilySees:
         return self.pattern.sees(self.family, i, j)
 
 
-def _dropped(weights: Tensor, call: Call) -> Tensor:
-    """Dropout on weights (B, H, n, n), which counts the real tokens of a row as for lists of edges."""
+def _dropped(weights: Tensor, call: Call, places: Tensor | None) -> Tensor:
+    """Dropout on weights (B, H, n or r, n), which counts the real tokens of a row as for lists of edges."""
     if not call.dropout:
         return weights
     assert call.seed is not None
-    (b, h, n, _), device = weights.shape, weights.device
+    (b, h, _, n), device = weights.shape, weights.device
     rows, columns = ranks(call.key_mask, b, n, n, device)  # (B, n)
+    rows = rows if places is None else rows.gather(1, places)
     instance, seed = torch.arange(b * h, device=device).view(b, h, 1, 1), call.seed.to(device)
     pairs = (rows[:, None, :, None], columns[:, None, None])
     return weights * dropout_factors(seed, call.dropout, instance, *pairs, weights.dtype)

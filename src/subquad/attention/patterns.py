@@ -186,35 +186,49 @@ def butterfly(n: int) -> Tensor:
 class Custom(PatternAttention):
     """A pattern of your own: `sets=` a mask (n, n) or (p, n, n), or for every query the indices it may see, or a
     function of n that returns one of these.
+
+    A padded batch has rows of several lengths, and asks for the sets of each. `nested=True` says that the sets of fewer
+    tokens are those of more tokens, cut off: then all rows share one list, and a GPU, which knows the lengths, is not
+    waited for.
     """
 
     boundary = ""
     paper = "Yun et al. 2020, eq. 2"
     cost = "edges"
     exponent = 2.0
-    examples = ({"sets": window_and_relay},)
+    examples = ({"sets": window_and_relay}, {"sets": window_and_relay, "nested": True})
     gallery = {"sets": butterfly}
     python_only = "sets"
 
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
         sets: Any = option(None, "bool mask (n, n) or (p, n, n), or n (or p × n) lists of key positions, or n → these")
+        nested: bool = option(False, "the sets of fewer tokens are those of more, cut off")
 
     def make_pattern(self, options: Any) -> Pattern:
-        make = GivenSets(options.sets)
-        return patterns.Custom(causal=options.causal, masks=make, families=make.families)
+        make = GivenSets(options.sets, options.nested)
+        return patterns.Custom(causal=options.causal, masks=make, families=make.families, nested=options.nested)
+
+
+FEW = 4  # tokens of the sets that are asked for when a mechanism is made
 
 
 class GivenSets:
     """A user's sets, n → bool (p, n, n); a class, so that a configured mechanism can be pickled."""
 
-    def __init__(self, sets: Any) -> None:
-        self.sets, self.fixed = sets, None if callable(sets) else as_masks(sets)
-        self.families = len(as_masks(sets(4)) if self.fixed is None else self.fixed)
+    def __init__(self, sets: Any, nested: bool = False) -> None:
+        self.sets, self.fixed, self.nested = sets, None if callable(sets) else as_masks(sets), nested
+        few = as_masks(sets(FEW)) if self.fixed is None else self.fixed
+        self.families = len(few)
         self.length = None if self.fixed is None else self.fixed.shape[1]
+        if nested and self.fixed is None and not torch.equal(self(2 * FEW)[:, :FEW, :FEW], few):
+            raise ValueError(
+                f"pattern: nested=True, but the sets of {FEW} tokens are not those of {2 * FEW} tokens, cut off"
+            )
 
     def __call__(self, n: int) -> Tensor:
         masks = as_masks(self.sets(n)) if self.fixed is None else self.fixed
+        masks = masks[:, :n, :n] if self.nested else masks
         if masks.shape != (self.families, n, n):
             given = f"{masks.shape[0]} families of length {masks.shape[1]}"
             raise ValueError(f"pattern: sets give {given}, the sequence has length {n} and {self.families} families")

@@ -219,7 +219,7 @@ class Sbm(Attention):
         sequences, and ste=difference in training, go by masks, and nobody counts their edges.
         """
         credits_all = self.options.ste == "difference" and self.training
-        masked = length is not None and all_masked(-1.0 if credits_all else CROSSOVER, length, on_host=False)
+        masked = all_masked(-1.0 if credits_all else CROSSOVER, length, on_host=False)
         return "" if masked else "how many edges it has drawn"
 
     # ---- density ----

@@ -29,6 +29,7 @@ from subquad.attention.base import Attention
 from subquad.attention.rows import repeat_heads
 from subquad.hf.heads import full_heads, joined, split
 from subquad.hf.naming import NAME
+from subquad.kernels.values import may_look
 
 UNKNOWN_TERMS = {  # what other attention functions are handed and no mechanism has a place for
     "softcap": "a soft cap on the scores",
@@ -77,7 +78,7 @@ def make_mask(
     if attention_mask is None:
         return None
     real = attention_mask[:, -kv_length:]
-    return None if not torch.compiler.is_compiling() and bool(real.all()) else real
+    return None if may_look(real) and bool(real.all()) else real
 
 
 def attend(

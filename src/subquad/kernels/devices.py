@@ -3,6 +3,9 @@
 On a GPU an operator has up to three: Triton kernels ("triton", the extra `gpu`), torch's own attention kernels ("aten")
 and plain torch ("reference"). `use` chooses one for a while; "auto" takes the first that can do what is asked. What was
 asked for by name and cannot run raises: only "auto" chooses for itself.
+
+Some calls cost less if the host reads sizes from the device. Where it must not, inside `without_waiting` and while a
+CUDA graph is captured, they look at all pairs, or make room for all that there can be.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 IMPLS = ("auto", "triton", "aten", "reference")
+WAITS = ("auto", "never")
 WIDEST = 256  # head width
 FEW = 1024  # tokens of a short sequence
 REGISTERS, MOST_REGISTERS = 248, 255  # of a thread: for float32, and all that there are
@@ -82,11 +86,38 @@ def is_host(x: torch.Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Inside, the host never waits for a device, in any thread: what would be read is bounded instead, which can cost
+    as much as full attention. The environment variable SUBQUAD_WAIT=never does the same for a whole process.
+    """
+    _refused.append(True)
+    try:
+        yield
+    finally:
+        _refused.pop()
+
+
+_refused: list[bool] = []  # of the process: the backward pass of a GPU runs in a thread of its own
+
+
+def may_wait() -> bool:
+    """May the host read from a device? While a CUDA graph is captured that is an error."""
+    asked = os.environ.get("SUBQUAD_WAIT") or "auto"
+    if asked not in WAITS:
+        raise ValueError(f"SUBQUAD_WAIT must be one of {', '.join(WAITS)}, not {asked!r}")
+    return not _refused and asked == "auto" and not _captures()
+
+
+def _captures() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def is_short(length: int | None) -> bool:
     """Does a device rather compute all pairs of a sequence, masked, than let the host wait to learn which are needed?
     None: a sequence of any length.
     """
-    return length is not None and length <= FEW
+    return not may_wait() or (length is not None and length <= FEW)
 
 
 def with_contents(device: torch.device) -> torch.device:

@@ -46,10 +46,10 @@ def pack_mask(mask: Tensor) -> Tensor:
     return (bytes_ << places).sum(-1, dtype=torch.uint8).flatten()
 
 
-def blocks(graphs: int, n: int, m: int, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
-    """Some graphs, some rows, and the keys that these rows may see: about BLOCK pairs at a time."""
-    rows = max(1, min(n, BLOCK // m))
-    step = max(1, BLOCK // (rows * m))
+def blocks(graphs: int, n: int, m: int, causal: bool, pairs: int = BLOCK) -> Iterator[tuple[slice, slice, slice]]:
+    """Some graphs, some rows, and the keys that these rows may see: about so many pairs at a time."""
+    rows = max(1, min(n, pairs // m))
+    step = max(1, pairs // (rows * m))
     for first in range(0, n, rows):
         last = min(n, first + rows)
         for t in range(0, graphs, step):

@@ -37,7 +37,7 @@ def pattern_attention(
 
     The pattern is given by its text. lengths (B,), None = n tokens in every row. For `about` see `edge_attention`.
     """
-    if _lists_on_device(q, support, lengths):
+    if lists_on_device(q, support, lengths):
         return _with_lists(q, k, v, support, families, lengths, edge_attention, **about)
     together = _share_a_list(q, support, lengths)
     edges = pattern_edges(q, support, families, q.shape[2], q.shape[1], None if together else lengths)
@@ -59,9 +59,11 @@ def pattern_mapped_attention(
     dropout: float = 0.0,
     **about: Any,
 ) -> Tensor:
-    """The same with another probability map, see `edge_mapped_attention`."""
+    """The same with another probability map, see `edge_mapped_attention`. Lists of a device leave out the queries of
+    `Pattern.global_queries`, which get 0.
+    """
     n, heads, about = q.shape[2], q.shape[1], {"dropout": dropout, **about}
-    if _lists_on_device(q, support, lengths):
+    if lists_on_device(q, support, lengths):
         about |= {"key_mask": key_mask, "seed": seed, "probability_map": probability_map}
         return _with_lists(q, k, v, support, families, lengths, edge_mapped_attention, **about)
     if not devices.is_host(q) and (lengths is None or _share_a_list(q, support, lengths)):
@@ -84,7 +86,7 @@ def _share_a_list(q: Tensor, support: str, lengths: Tensor | None) -> bool:
     return lengths is not None and not devices.is_host(q) and is_nested(support)
 
 
-def _lists_on_device(q: Tensor, support: str, lengths: Tensor | None) -> bool:
+def lists_on_device(q: Tensor, support: str, lengths: Tensor | None) -> bool:
     """Do rows of their own length have lists that are made on the device?"""
     return lengths is not None and not devices.is_host(q) and not is_nested(support) and lists_any_length(support)
 

@@ -15,6 +15,11 @@ def readable(x: Tensor) -> bool:
     return devices.is_host(x) and not torch.compiler.is_compiling()
 
 
+def may_look(x: Tensor) -> bool:
+    """May the host look at the values of x to find a faster way, even if it has to wait for them?"""
+    return not torch.compiler.is_compiling() and (devices.is_host(x) or devices.may_wait())
+
+
 def require(holds: Tensor, message: str) -> None:
     """Raise a ValueError where a condition, bool (), does not hold; what the host cannot read, the device checks."""
     if not readable(holds):

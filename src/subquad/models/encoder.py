@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from subquad.attention.base import Attention
-from subquad.kernels.values import readable
+from subquad.kernels.values import may_look, readable, require
 from subquad.models.attention import AttentionLayer
 from subquad.models.blocks import Block, Embeddings, Glorot, angles_of, shared_positions
 from subquad.models.cache import SubquadCache, begun_anew, lengths_of, with_state_layers
@@ -130,6 +130,7 @@ class Stack(SubquadPreTrainedModel):
         else:
             shape = (x.shape[0], x.shape[1])
             about: dict[str, Any] = {"pad_left": cache is not None, "device": x.device}
+            about["longest"] = self.config.max_position_embeddings
             packing = packing_of(shape, key_mask, position_ids, cu_seqlens, **about)
         if cache is None:
             self._check_length(x.shape[1] if packing is None else packing.longest)
@@ -183,11 +184,12 @@ class Stack(SubquadPreTrainedModel):
             raise ValueError(
                 f"attention_mask must have {past + t} columns, {past} cached and {t} new, not {mask.shape[1]}"
             )
-        key_mask = None if mask is None else real_tokens(mask[:, -t:])
-        if tracing and key_mask is not None and lengths is not None:
-            torch._assert_async(
-                key_mask.all(), "attention_mask: an exported step takes no padding behind the first tokens"
-            )
+        key_mask = None if mask is None else mask[:, -t:].bool()
+        if key_mask is not None and may_look(key_mask):
+            key_mask = None if bool(key_mask.all()) else key_mask  # one look spares one for every layer
+        elif key_mask is not None and lengths is not None:
+            what = "an exported step" if tracing else "a step that the host must not wait for"
+            torch._assert_async(key_mask.all(), f"attention_mask: {what} takes no padding behind the first tokens")
             key_mask = None
         if key_mask is not None and self._begun(cache, key_mask) and not bool((key_mask == key_mask[:1]).all()):
             raise ValueError(
@@ -198,8 +200,11 @@ class Stack(SubquadPreTrainedModel):
             positions = lengths[:, None] + torch.arange(t, device=x.device)  # (B, t)
         else:
             positions = place(x if mask is None else mask, mask, position_ids)[:, -t:]
-        if not tracing and past + t > self.config.max_position_embeddings:
+        longest = self.config.max_position_embeddings
+        if not tracing and past + t > longest and may_look(positions):
             self._check_length(int(positions.max()) + 1)
+        elif not tracing and past + t > longest:
+            require((positions < longest).all(), f"input_ids go beyond max_position_embeddings={longest}")
         return key_mask, positions
 
     def _begun(self, cache: DynamicCache | None, key_mask: Tensor) -> bool:

@@ -71,11 +71,12 @@ def _fill_layer(layer: StateLayer, about: dict[str, Any], rest: Iterator[Any]) -
     buffers = {name: next(rest) for name in about["buffers"]}
     tokens = None if about["tokens"] is None else {name: next(rest) for name in about["tokens"]}
     seed, dtype = next(rest) if about["seed"] else None, getattr(torch, about["dtype"])
+    count = int(slots) if type(slots) is Tensor and not torch.compiler.is_compiling() else slots
     layer.state = State(
         about["mechanism"], Unmade(), length, high, seed, about["rollback"], dtype, about["key_heads"],
-        buffers=buffers, tokens=tokens,
+        buffers=buffers, tokens=tokens, bound=count if isinstance(count, int) else None,
     )  # fmt: skip
-    layer.slots = int(slots) if type(slots) is Tensor and not torch.compiler.is_compiling() else slots
+    layer.slots = count
     layer.is_initialized, layer.dtype, layer.device = True, dtype, getattr(length, "device", None)
 
 

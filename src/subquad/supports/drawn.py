@@ -13,7 +13,7 @@ from subquad.supports.builders import rows_to_keys
 from subquad.supports.draws import draw_few, draw_few_on_device, draw_rows, draw_rows_on_device, stream
 from subquad.supports.parts import FAR, Grid, Part
 from subquad.supports.pattern import Pattern, kept_csr, pointers
-from subquad.supports.placed import Placed, on_device
+from subquad.supports.placed import Placed, on_device, united
 
 RUN = 16  # drawn keys of this many blocks are copied at a time: they stay in the cache
 
@@ -47,9 +47,7 @@ class Random(Pattern):
 
     def listed(self, n, family, lengths):
         if family is None and self.families > 1:
-            keys = torch.cat([self.listed(n, f, lengths) for f in range(self.families)], 2).sort(2).values
-            again = torch.nn.functional.pad(keys[..., 1:] == keys[..., :-1], (1, 0))
-            return keys.masked_fill(again, n).sort(2).values
+            return united(torch.cat([self.listed(n, f, lengths) for f in range(self.families)], 2), n)
         degrees = (self.density * lengths.double()).round().long().clamp(min=1)
         most = max(1, int(np.rint(self.density * n)))
         return draw_rows_on_device(degrees, lengths, most, n, self._stream(family))
@@ -130,6 +128,25 @@ class BigBird(Pattern):
         keys = (numbers[..., None] * self.block + inside).flatten(2)  # (B, A, draws·block)
         asks = queries < lengths[:, None, None]  # (B, A, block)
         return [Placed(queries, keys, asks[..., None] & (keys >= 0)[:, :, None])]
+
+    def global_queries(self, n, lengths):
+        """The global tokens."""
+        place = torch.arange(min(n, self.global_blocks * self.block), device=lengths.device)
+        return place.expand(len(lengths), -1) if len(place) else None
+
+    def listed(self, n, family, lengths):
+        g, side, place = self.global_blocks, self.window_blocks // 2, torch.arange(n, device=lengths.device)
+        block, inside = torch.arange(-(-n // self.block), device=place.device), place[: self.block]
+        near = block[:, None] + torch.arange(-side, side + 1, device=place.device)
+        near = torch.where(near < g, -1, near)  # global blocks are there already
+        drawn = self._drawn_on_device(n, lengths)  # (B, blocks, draws)
+        always = torch.cat((torch.arange(g, device=place.device).expand(len(block), g), near), 1)
+        numbers = torch.cat((always.expand(len(lengths), -1, -1), drawn), 2)  # (B, blocks, some)
+        keys = numbers[..., None] * self.block + inside  # (B, blocks, some, block)
+        keys = torch.where((numbers < 0)[..., None], n, keys).flatten(2)[:, place // self.block]  # (B, n, most)
+        length = lengths[:, None, None]
+        asks = (place >= g * self.block)[:, None] & (place[:, None] < length)
+        return torch.where(asks & (keys < length), keys, n).sort(2).values
 
     def masked(self, n, family, lengths):
         blocks, place = -(-n // self.block), torch.arange(n, device=lengths.device) // self.block

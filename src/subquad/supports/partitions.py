@@ -242,6 +242,15 @@ class IndexSets(GivenSupport, Partition):
     def groups(self, n, i):
         return _index_sets(self, n)[1][i]
 
+    def is_nested_at(self, n: int) -> bool:
+        """Are the sets of n tokens those of 2n tokens, cut off?"""
+
+        def sets(length: int, i: int) -> tuple[set[int], set[frozenset[int]]]:
+            cut = {frozenset(j for j in group.members if j < n) for group in self.groups(length, i)}
+            return {j for j in self.direct(length, i) if j < n}, cut - {frozenset()}
+
+        return all(sets(n, i) == sets(2 * n, i) for i in range(n))
+
 
 @lru_cache(maxsize=16)
 def _index_sets(plan: IndexSets, n: int) -> tuple[list[tuple[int, ...]], list[list[Group]]]:

@@ -93,8 +93,12 @@ class Pattern(Support):
 
     def listed(self, n: int, family: int | None, lengths: Tensor) -> Tensor | None:
         """The keys of all queries of rows of lengths (B,), int64 (B, n, most of them), ascending, n = none; None where
-        they are not made on a device.
+        they are not made on a device. Those of `global_queries` have none here.
         """
+        return None
+
+    def global_queries(self, n: int, lengths: Tensor) -> Tensor | None:
+        """The few queries that see everyone, int64 (B, r), whose lists would make all others long; None = nobody."""
         return None
 
     def masked(self, n: int, family: int | None, lengths: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ from subquad.supports.builders import columns, diagonal, rows_to_keys, selves, w
 from subquad.supports.kept import EVERYTHING, Kept, Ranges, first_ones, recent
 from subquad.supports.parts import FAR
 from subquad.supports.pattern import Pattern, pointers
-from subquad.supports.placed import Placed, on_device, wrapped
+from subquad.supports.placed import Placed, on_device, united, wrapped
 from subquad.supports.support import GivenSupport
 
 
@@ -119,6 +119,17 @@ class Fixed(Pattern):
         lonely = (rest > 0) & (place < lengths - (1 if family == 1 else rest))  # (B, n)
         return [Placed(place[None, None], lengths[:, None] - 1, lonely[:, None, :, None])]
 
+    def listed(self, n, family, lengths):
+        place, last, w = torch.arange(n, device=lengths.device)[:, None], lengths[:, None, None] - 1, self.w
+        segment, keys = place // w * w + torch.arange(w, device=place.device), []
+        if family != 1:
+            keys.append(segment)
+        if family != 0:
+            summaries = torch.arange(n // w, device=place.device) * w + w - 1
+            keys += [place, summaries.expand(n, -1), last.expand(-1, n, 1)]
+        keys = torch.cat([x.expand(len(lengths), n, -1) for x in keys], 2)
+        return united(torch.where((place <= last) & (keys <= last), keys, n), n)
+
     def kept(self, families, margin):
         near = recent(0 if set(families) == {1} else self.w - 1, margin)
         return (near,) if set(families) == {0} else (Kept(start=self.w - 1, step=self.w), near)
@@ -183,6 +194,18 @@ class Star(Pattern):
             far = place < relay - self.w  # (B, 1, n): not in a window with it
             found += [Placed(place, relay, far[..., None]), Placed(relay, place, far[:, :, None])]
         return found
+
+    def global_queries(self, n, lengths):
+        """The relay."""
+        return (lengths[:, None] - 1).clamp(min=0) if self.relay == "last" else torch.zeros_like(lengths)[:, None]
+
+    def listed(self, n, family, lengths):
+        place, length = torch.arange(n, device=lengths.device)[:, None], lengths[:, None, None]
+        relay, first = (length - 1, 0) if self.relay == "last" else (torch.zeros_like(length), 1)
+        ring, step = length - 1, torch.arange(min(2 * self.w + 1, n), device=place.device)
+        around = (place - first + step - self.w) % ring.clamp(min=1) + first  # (B, n, most): a short ring comes again
+        keys = torch.cat((torch.where(step < ring, around, n), relay.expand(-1, n, 1)), 2)
+        return torch.where((place < length) & (place != relay), keys, n).sort(2).values
 
     def kept(self, families, margin):
         near = recent(self.w, margin)
@@ -361,11 +384,17 @@ class Logsparse(Pattern):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Custom(GivenSupport, Pattern):
-    """A user's own sets: `masks(n)` gives the p masks of length n, bool (p, n, n)."""
+    """A user's own sets: `masks(n)` gives the p masks of length n, bool (p, n, n). A function of one's own may look at
+    the length: who does not says so by `nested`.
+    """
 
     masks: Callable[[int], Tensor]
     families: int = 1
-    is_nested = False  # a function of one's own may look at the length
+    nested: bool = False
+
+    @property
+    def is_nested(self):
+        return self.nested
 
     @property
     def longest(self):

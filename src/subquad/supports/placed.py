@@ -39,6 +39,13 @@ def wrapped(first: int, ring: Tensor, reach: int) -> list[Placed]:
     return [Placed(head, tail, seen), Placed(tail, head, seen.mT)]
 
 
+def united(keys: Tensor, n: int) -> Tensor:
+    """Lists of keys (…, many), n = none, ascending and each key once."""
+    keys = keys.sort(-1).values
+    again = torch.nn.functional.pad(keys[..., 1:] == keys[..., :-1], (1, 0))
+    return keys.masked_fill(again, n).sort(-1).values
+
+
 def modulo(bits: Tensor, size: Tensor) -> Tensor:
     """64 bits as a number without a sign, modulo a size below 2³¹: int64 tensors that broadcast."""
     low = (1 << 32) - 1

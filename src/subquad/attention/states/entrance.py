@@ -10,6 +10,7 @@ from torch import Tensor
 
 from subquad.attention.registry import available, mechanism
 from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, Memory, State, appended, smallest_room
+from subquad.kernels.values import may_look, readable, require
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -44,7 +45,7 @@ def start(
     zero = torch.zeros(batch_size, dtype=torch.int64, device=device)
     memory = memory_of(module, rollback)
     tokens: Buffers | None = {} if rollback is None and memory.forgets else None
-    return State(name, memory, zero, zero, seed, rollback, dtype, even=0, tokens=tokens)
+    return State(name, memory, zero, zero, seed, rollback, dtype, even=0, bound=0, tokens=tokens)
 
 
 def streams(module: Attention | type[Attention]) -> bool:
@@ -61,7 +62,7 @@ def extend(
     module: Attention, q: Tensor, k: Tensor, v: Tensor, state: State, key_mask: Tensor | None
 ) -> tuple[Tensor, State]:
     chunk, shift = arranged(state, (q, k, v), key_mask)
-    check_length(module, state, chunk)
+    chunk = checked_length(module, state, chunk)
     state = recomputed(module, state)
     out, buffers = state.memory.extend(module, chunk, state)
     if chunk.here is not None:
@@ -76,8 +77,7 @@ def extend_tokens(
     check_state(module, state, x)
     x = x[:, None]  # (B, 1, t, E)
     chunk, shift = arranged(state, (x, x, x), key_mask)
-    chunk = chunk._replace(q=chunk.k)
-    check_length(module, state, chunk)
+    chunk = checked_length(module, state, chunk._replace(q=chunk.k))
     state = recomputed(module, state, project)
     memory: Any = state.memory  # that of such a mechanism projects the tokens
     out, buffers = memory.extend(module, chunk, state, project)
@@ -114,8 +114,8 @@ def extended(state: State, chunk: Chunk, buffers: Buffers) -> State:
         news = {"k": chunk.k} if chunk.q is chunk.k else {"q": chunk.q, "k": chunk.k, "v": chunk.v}
         tokens = appended(tokens, news, chunk, 0 if torch.compiler.is_compiling() else chunk.longest(length))
     new = State(
-        state.mechanism, state.memory, length, high, state.seed, state.rollback, state.dtype, heads, even, buffers,
-        tokens,
+        state.mechanism, state.memory, length, high, state.seed, state.rollback, state.dtype, heads, even, chunk.bound,
+        buffers, tokens,
     )  # fmt: skip
     return new.sealed()
 
@@ -145,18 +145,21 @@ def check_heads(state: State, k: Tensor) -> None:
         raise ValueError(f"state has {heads} key heads, k has {k.shape[1]}: they must be equal")
 
 
-def check_length(module: Attention, state: State, chunk: Chunk) -> None:
-    longest = module.options.max_length
+def checked_length(module: Attention, state: State, chunk: Chunk) -> Chunk:
+    """The chunk, if no row becomes too long with it; where the host does not know, the device checks."""
+    longest, after = module.options.max_length, state.length + chunk.added
     if torch.compiler.is_compiling():
         check_room(module, state, chunk)
-        return
-    if longest is None:
-        return
-    if chunk.longest(state.length + chunk.added) > longest:
-        raise ValueError(
-            f"{module.name}: the state has {int(state.length.max())} positions, {chunk.q.shape[2]} more are beyond "
-            f"max_length={longest}"
-        )
+        return chunk
+    if longest is None or chunk.longest(after) <= longest:
+        return chunk
+    if chunk.even is None and chunk.bound is not None and not readable(after):
+        require((after <= longest).all(), f"{module.name}: the new tokens are beyond max_length={longest}")
+        return chunk._replace(bound=longest)
+    raise ValueError(
+        f"{module.name}: the state has {int(state.length.max())} positions, {chunk.q.shape[2]} more are beyond "
+        f"max_length={longest}"
+    )
 
 
 def check_room(module: Attention, state: State, chunk: Chunk) -> None:
@@ -176,24 +179,26 @@ def check_room(module: Attention, state: State, chunk: Chunk) -> None:
 def arranged(state: State, tokens: tuple[Any, ...], key_mask: Tensor | None) -> tuple[Chunk, Tensor | None]:
     """The new tokens as a chunk, rows that begin with padding moved to their first real token, and by how much, (B,).
 
-    `tokens` are q, k, v (B, H, t, d). None where nothing moves.
+    `tokens` are q, k, v (B, H, t, d). None where nothing moves. Without padding there are faster ways, so the host
+    looks whether there is any, where it may wait.
     """
-    t = tokens[0].shape[2]
+    t, tracing = tokens[0].shape[2], torch.compiler.is_compiling()  # a graph that read lengths would be one for these
+    even, bound = (None, None) if tracing else (state.even, None if state.bound is None else state.bound + t)
     place = torch.arange(t, device=state.device)
     position = state.length[:, None] + place if t > 1 else state.length[:, None]  # (B, t)
-    if key_mask is None or (not torch.compiler.is_compiling() and bool(key_mask.all())):
-        even = (
-            None if torch.compiler.is_compiling() else state.even
-        )  # a graph that read it would be one for that length
-        return Chunk(*tokens, position, None, None, torch.full_like(state.length[:1], t), even), None  # type: ignore[call-arg]
+    if key_mask is None or (may_look(key_mask) and bool(key_mask.all())):
+        added = torch.full_like(state.length[:1], t)
+        return Chunk(*tokens, position, None, None, added, even, bound), None  # type: ignore[call-arg]
     first = torch.where(key_mask, place, t).amin(1)  # (B,): padded slots before the first real one
     shift = torch.where(state.length == 0, first, 0)
     tokens = tuple(cleaned(x, key_mask, keep_finite=not i) for i, x in enumerate(tokens))
-    if not torch.compiler.is_compiling() and not bool(shift.any()):
-        return Chunk(*tokens, position, key_mask, None, torch.full_like(state.length[:1], t)), None  # type: ignore[call-arg]
+    if readable(shift) and not bool(shift.any()):
+        added = torch.full_like(state.length[:1], t)
+        return Chunk(*tokens, position, key_mask, None, added, None, bound), None  # type: ignore[call-arg]
     from_slot = (place + shift[:, None]) % t  # (B, t)
     q, k, v = (_taken(x, from_slot) for x in tokens)
-    return Chunk(q, k, v, position, key_mask.gather(1, from_slot), place < t - shift[:, None], t - shift), shift
+    here = place < t - shift[:, None]
+    return Chunk(q, k, v, position, key_mask.gather(1, from_slot), here, t - shift, None, bound), shift
 
 
 def moved_back(x: Tensor, shift: Tensor | None) -> Tensor:

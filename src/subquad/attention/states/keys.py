@@ -15,6 +15,7 @@ from torch import Tensor
 from subquad.attention.states.attending import attend_runs
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, put, shifted, taken, write
 from subquad.core.hashing import dropout_factors
+from subquad.kernels.values import readable
 from subquad.supports.kept import Kept, Ranges
 
 if TYPE_CHECKING:
@@ -156,7 +157,9 @@ class Keys(Memory):
 
     def has_fast_path(self, module: Any, chunk: Chunk, state: State) -> bool:
         """Can a long chunk go on from here through the kernels? Else it goes on a few tokens at a time."""
-        if self.begin is None or chunk.real is not None or torch.compiler.is_compiling() or module.is_random:
+        if self.begin is None or chunk.real is not None or module.is_random:
+            return False
+        if torch.compiler.is_compiling() or (chunk.even is None and not readable(state.length)):
             return False
         begin = self.begin(first_length(chunk, state))
         return begin is not None and (chunk.even is not None or bool((state.length == state.length[0]).all()))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, appended, read, with_room
+from subquad.kernels.values import readable
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -54,4 +55,4 @@ def existing(chunk: Chunk, buffers: Buffers, length: Tensor, n: int) -> Tensor |
     if chunk.even is not None:
         return None
     real = buffers["real"][:, :n] & (torch.arange(n, device=length.device) < length[:, None])
-    return None if not torch.compiler.is_compiling() and bool(real.all()) else real
+    return None if readable(real) and bool(real.all()) else real

@@ -21,6 +21,7 @@ from subquad.attention.states.keys import SOURCE
 from subquad.attention.states.slice_runs import Run
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, read, write
 from subquad.core.hashing import dropout_factors
+from subquad.kernels.values import readable
 from subquad.supports.kept import Kept
 
 WIDE = 256  # of a long chunk so many tokens at a time, with rings that are wide enough for a while
@@ -36,6 +37,7 @@ class News(NamedTuple):
     length: Tensor  # (B,): tokens before
     even: int | None = None  # one new token for every row, behind so many, and nothing was ever padded
     before: int | None = None  # tokens before, where all rows have as many and the host knows
+    bound: int | None = None  # no row has more tokens with these
 
     @property
     def position(self) -> Tensor:
@@ -47,8 +49,10 @@ class News(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """How many tokens the longest row has with these."""
-        return int(self.after.max()) if self.before is None else self.before + self.x.shape[1]
+        """How many tokens the longest row has with these; of a device, which is not asked, how many it can have."""
+        if self.before is not None:
+            return self.before + self.x.shape[1]
+        return int(self.after.max()) if self.bound is None or readable(self.length) else self.bound
 
 
 class Slices(Memory):
@@ -103,7 +107,7 @@ class Slices(Memory):
         for first in range(0, t, wide.margin):
             piece = slice(first, first + wide.margin)
             before = None if chunk.even is None else chunk.even + first
-            news = News(chunk.k[:, 0, piece], real[:, piece], here[:, piece], length, even, before)
+            news = News(chunk.k[:, 0, piece], real[:, piece], here[:, piece], length, even, before, chunk.bound)
             out, buffers = _Scale(wide, module, state.seed).extend(0, news, project, buffers)
             outs.append(out.masked_fill(~news.real[..., None], 0))
             length = news.after
@@ -197,25 +201,26 @@ class _Scale:
         inner = None if news.before is None else news.before // size
         if inner is not None:
             many = news.longest // size - inner
-        elif not torch.compiler.is_compiling():
+        elif not torch.compiler.is_compiling() and (news.bound is None or readable(stop)):
             many = int((stop - first).max())
+        bound = None if news.bound is None else news.bound // size
         if many:
             block = first[:, None] + torch.arange(many, device=first.device)  # (B, c)
-            buffers = self._completed(scale, block, block < stop[:, None], project, buffers, None, inner)
+            buffers = self._completed(scale, block, block < stop[:, None], project, buffers, None, inner, bound)
         before = news.position // size - 1  # (B, t): the slice whose output is given
         found = read(buffers[f"{scale}.given"], before % kept)[:, 0]
         return found.masked_fill((before < 0)[..., None], 0), buffers
 
     def _completed(
         self, scale: int, block: Tensor, done: Tensor, project: Any, buffers: Buffers, even: int | None,
-        before: int | None = None,
+        before: int | None = None, bound: int | None = None,
     ) -> Buffers:  # fmt: skip
         """The slices (B, c) that are done become tokens of the coarser scale."""
         kept = buffers[f"{scale}.given"].shape[2] - 1
         pooled, alive = self._pooled(scale, block, buffers)
         inner = project if self.options.share_weights else self.module.own[scale]
         given, buffers = self.extend(
-            scale + 1, News(pooled, alive & done, done, block[:, 0], even, before), inner, buffers
+            scale + 1, News(pooled, alive & done, done, block[:, 0], even, before, bound), inner, buffers
         )
         place = torch.where(done, block % kept, kept)
         return buffers | {f"{scale}.given": write(buffers[f"{scale}.given"], place, given[:, None])}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from subquad.core.sizes import show_bytes
+from subquad.kernels.values import readable, require
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -34,16 +35,24 @@ class Chunk(NamedTuple):
     here: Tensor | None  # bool (B, t); None = all
     added: Tensor  # int64 (B,) or (1,): new slots of a row
     even: int | None = None  # positions of every row before it, where the host knows: nothing was ever padded
+    bound: int | None = None  # no row has more positions with it: all slots that were ever given
 
     def longest(self, after: Tensor) -> int:
-        """How long the longest row is with it; `after` (B,) says it of every row, for the host to read if it must."""
-        return int(after.max()) if self.even is None else self.even + self.k.shape[2]
+        """How long the longest row is with it; `after` (B,) says it of every row. A device is not asked: there it is
+        what the longest row can have.
+        """
+        if self.even is not None:
+            return self.even + self.k.shape[2]
+        return int(after.max()) if self.bound is None or readable(after) else self.bound
 
     def completes(self, unit: int, length: Tensor, after: Tensor) -> int:
         """How many blocks of so many tokens it completes at most."""
-        if self.even is None:
+        t = self.k.shape[2]
+        if self.even is not None:
+            return (self.even + t) // unit - self.even // unit
+        if self.bound is None or readable(after):
             return int((after // unit - length // unit).max())
-        return (self.even + self.k.shape[2]) // unit - self.even // unit
+        return t // unit if self.bound == t else -(-t // unit)  # the first tokens begin a block, others end one
 
     def part(self, first: int, last: int) -> Chunk:
         """Slots first … last-1."""
@@ -51,7 +60,7 @@ class Chunk(NamedTuple):
         real, here = (None if x is None else x[:, first:last] for x in (self.real, self.here))
         added = (self.added - first).clamp(0, last - first)
         even = None if self.even is None else self.even + first
-        return Chunk(q, k, v, self.position[:, first:last], real, here, added, even)
+        return Chunk(q, k, v, self.position[:, first:last], real, here, added, even, self.bound)
 
 
 class Memory:
@@ -114,6 +123,7 @@ class State:
     dtype: torch.dtype
     key_heads: int | None = None  # known from the first tokens on
     even: int | None = None  # the length of all rows, where it is one and nothing was ever padded
+    bound: int | None = None  # what no row is longer than, known to the host
     buffers: Buffers = field(default_factory=dict)
     tokens: Buffers | None = None  # with rollback=None all tokens by position, to recompute the buffers from
     stale: bool = False  # cropped beyond what the buffers keep: they are recomputed before the next tokens
@@ -190,8 +200,14 @@ class State:
         if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.dim() != 1:
             kind = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
             raise TypeError(f"index must be an int64 tensor of row numbers, (B',), not {kind}")
-        if not index.numel() or int(index.min()) < 0 or int(index.max()) >= self.batch_size:
-            raise ValueError(f"index must hold row numbers 0 … {self.batch_size - 1}, not {index.tolist()}")
+        message, inside = (
+            f"index must hold row numbers 0 … {self.batch_size - 1}",
+            (index >= 0) & (index < self.batch_size),
+        )
+        if not index.numel() or (readable(index) and not bool(inside.all())):
+            raise ValueError(f"{message}, not {index.tolist()}")
+        if not readable(index):
+            require(inside.all(), message)
         index = index.to(self.device)
         return self._each(lambda x: x.index_select(0, index))
 
@@ -225,7 +241,10 @@ class State:
             self.check_unused()
         high = torch.where(wanted > 0, self.high, 0)
         even = min(self.even, length) if isinstance(length, int) and self.even is not None else None
-        return replace(self, length=wanted, high=high, even=even, stale=stale).sealed(None if emptied else self)
+        bound = min(self.bound, length) if isinstance(length, int) and self.bound is not None else self.bound
+        return replace(self, length=wanted, high=high, even=even, bound=bound, stale=stale).sealed(
+            None if emptied else self
+        )
 
     def _wanted(self, length: int | Tensor) -> Tensor:
         if isinstance(length, bool) or not isinstance(length, (int, Tensor)):

@@ -3,7 +3,8 @@
 Σ ⌈size/R⌉ over all clusters is at most N/R + the number of clusters, so there are never more tiles of R queries; those
 that no cluster needs are nobody's. Keys are bounded where clusters are cut into chunks: a tile sees two or three of
 them. A whole cluster may have all tokens, and every bound on its keys makes the work quadratic: short sequences have
-tiles of all pairs, for long ones see `aten`; where torch's kernels cannot do it, the host reads the sizes.
+tiles of all pairs, for long ones see `aten`; where torch's kernels cannot do it, the host reads the sizes, or, where it
+must not, all pairs are computed.
 """
 
 from __future__ import annotations
@@ -53,13 +54,19 @@ class StaticLayout(Layout):
         yield from self._all_pairs(keys) if devices.is_short(self.n) else super().asked(keys)
 
     def _all_pairs(self, keys: Layout) -> Iterator[Tiles]:
-        """Every token to its whole sequence, of which those in other clusters by `keys` are hidden."""
+        """Every token to its whole sequence, of which those in other clusters by `keys` are hidden; of long sequences
+        some queries at a time.
+        """
         tokens = torch.arange(self.total, device=self.tag.device).view(-1, self.n)
         for some in tokens.split(max(1, self.batch // self.n**2)):  # (S, n)
-            hidden = ~self.real[some][:, None] | (self.tag[some][..., None] != keys.tag[some][:, None])  # (S, n, n)
-            if self.causal:
-                hidden = hidden | (some[:, None] > some[..., None])
-            yield Tiles(some, some, hidden, some % self.n if self.avoid_self else None)
+            step = max(1, self.batch // self.n)
+            for first in range(0, self.n, step):
+                rows = some[:, first : first + step]  # (S, R)
+                among = some[:, : first + step] if self.causal else some  # (S, M)
+                hidden = ~self.real[among][:, None] | (self.tag[rows][..., None] != keys.tag[among][:, None])
+                if self.causal:
+                    hidden = hidden | (among[:, None] > rows[..., None])  # (S, R, M)
+                yield Tiles(rows, among, hidden, rows % self.n if self.avoid_self else None)
 
     def _last_queries(self) -> Iterator[Tiles]:
         """The last token of every cluster to its whole sequence, of which other clusters are hidden."""

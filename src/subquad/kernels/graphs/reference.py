@@ -1,10 +1,12 @@
 """Attention over sampled graphs in plain torch: any device, and what the kernels are checked against.
 
 Arguments are those of the operators: q (B, H, n, d), k, v (B, H, m, d), w (B, H, n, c), z (B, H, m, c), graphs as in
-`sampler.Sample`. Rows of a mask run over all pairs, rows of a list over its edges.
+`sampler.Sample`. Rows of a mask run over all pairs, some rows at a time, rows of a list over its edges.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from subquad.kernels.masks import unpack_mask
 
 MODES = ("pre", "published", "difference")
 REST = 1e-3  # `difference` takes 1 - A_ij no smaller: v_j - out has lost its digits by then
+PAIRS = 2**24  # of a mask, at a time
 NEEDS_MASK = "ste=difference looks at every pair: its rows must come as a mask"
 
 
@@ -38,8 +41,11 @@ def attention(
 ) -> Tensor:
     parts = []
     if mask.numel():
-        _, weights = _dense_weights(q, k, mask, scale)
-        parts.append(weights * dense_dropout(q, k, key_mask, seed, dropout) @ v)
+        found = []
+        for rows in _strips(q, k):
+            _, weights, _ = _dense_weights(q, k, mask, scale, rows)
+            found.append(weights * dense_dropout(q, k, key_mask, seed, dropout, rows) @ v)
+        parts.append(torch.cat(found, 2))
     if indices.numel() or not parts:
         # its edges lead to real keys only: the key mask is for the dropout
         edges = EdgeList(indptr, indices, k.shape[2])
@@ -72,23 +78,42 @@ def attention_backward(
     """dq, dk, dv, dw, dz. `gated`: the gradient of p is wanted; without it dw and dz are 0."""
     parts = []
     if mask.numel():
-        drop = dense_dropout(q, k, key_mask, seed, dropout)
-        s, a = _dense_weights(q, k, mask, scale)  # (B, H, n, m)
-        dp = grad @ v.mT * drop
-        mean = (a * dp).sum(-1, keepdim=True)
-        ds = a * (dp - mean)
-        if ste == "difference":
-            c, alone = worth(s, unpack_mask(mask, s.shape))
-            g = c * (dp - mean.masked_fill(alone, 0))
-        else:
-            g = ds * s if ste == "pre" else ds.clamp(-1, 1)
-        g = settled_to_zero(g, causal and ste == "difference", reach) * gated
-        parts.append((ds @ k * scale, ds.mT @ q * scale, (a * drop).mT @ grad, g @ z, g.mT @ w))
+        random = (key_mask, seed, scale, dropout)
+        parts.append(_mask_backward(grad, q, k, v, w, z, mask, *random, ste, causal, reach, gated))
     if indices.numel() or not parts:
         parts.append(
             _list_backward(grad, q, k, v, w, z, indptr, indices, key_mask, seed, scale, dropout, ste, reach, gated)
         )
     return tuple(sum(grads[1:], grads[0]) for grads in zip(*parts, strict=True))
+
+
+def _mask_backward(
+    grad, q, k, v, w, z, mask, key_mask, seed, scale, dropout, ste, causal, reach, gated
+) -> tuple[Tensor, ...]:
+    own, (dk, dv, dz) = [], (torch.zeros_like(x) for x in (k, v, z))
+    for rows in _strips(q, k):
+        drop = dense_dropout(q, k, key_mask, seed, dropout, rows)
+        s, a, seen = _dense_weights(q, k, mask, scale, rows)  # (B, H, rows, m)
+        dout, x = grad[:, :, rows], q[:, :, rows]
+        dp = dout @ v.mT * drop
+        mean = (a * dp).sum(-1, keepdim=True)
+        ds = a * (dp - mean)
+        if ste == "difference":
+            c, alone = worth(s, seen)
+            g = c * (dp - mean.masked_fill(alone, 0))
+        else:
+            g = ds * s if ste == "pre" else ds.clamp(-1, 1)
+        g = settled_to_zero(g, causal and ste == "difference", reach, rows.start) * gated
+        own.append((ds @ k * scale, g @ z))
+        dk, dv, dz = dk + ds.mT @ x * scale, dv + (a * drop).mT @ dout, dz + g.mT @ w[:, :, rows]
+    dq, dw = (torch.cat(strips, 2) for strips in zip(*own, strict=True))
+    return dq, dk, dv, dw, dz
+
+
+def _strips(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Some rows of all graphs at a time, about PAIRS pairs."""
+    step = max(1, PAIRS // (q.shape[0] * q.shape[1] * k.shape[2]))
+    return (slice(first, min(q.shape[2], first + step)) for first in range(0, q.shape[2], step))
 
 
 def _list_backward(
@@ -109,10 +134,11 @@ def _list_backward(
     return dq, dk, sums(p, grad, True), dw, dz
 
 
-def _dense_weights(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The scores and the softmax over the edges of a packed mask; rows without edges are 0."""
-    s = q @ k.mT * scale
-    return s, masked_softmax(s, unpack_mask(mask, s.shape))
+def _dense_weights(q: Tensor, k: Tensor, mask: Tensor, scale: float, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Of some rows the scores, the softmax over the edges of a packed mask, 0 in rows without edges, and the edges."""
+    s = q[:, :, rows] @ k.mT * scale
+    seen = unpack_mask(mask.view(*q.shape[:3], -1)[:, :, rows].contiguous(), s.shape)
+    return s, masked_softmax(s, seen), seen
 
 
 def masked_softmax(s: Tensor, seen: Tensor) -> Tensor:
@@ -122,15 +148,17 @@ def masked_softmax(s: Tensor, seen: Tensor) -> Tensor:
     return e / e.sum(-1, keepdim=True).clamp_min(torch.finfo(s.dtype).tiny)
 
 
-def dense_dropout(q: Tensor, k: Tensor, key_mask: Tensor | None, seed: Tensor | None, dropout: float) -> Tensor:
-    """0 or 1 / (1 - dropout) for every pair, (B, H, n, m); 1 without dropout."""
+def dense_dropout(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, seed: Tensor | None, dropout: float, rows: slice
+) -> Tensor:
+    """0 or 1 / (1 - dropout) for every pair of some rows, (B, H, rows, m); 1 without dropout."""
     if not dropout:
         return q.new_ones(())
     (batch, heads, n, _), m = q.shape, k.shape[2]
     assert seed is not None
     numbers, columns = ranks(key_mask, batch, n, m, q.device)
     instance = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
-    pairs = numbers[:, None, :, None], columns[:, None, None]
+    pairs = numbers[:, None, rows, None], columns[:, None, None]
     return dropout_factors(seed.to(q.device), dropout, instance, *pairs, q.dtype)
 
 

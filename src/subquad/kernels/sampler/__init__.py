@@ -24,6 +24,10 @@ seed, but for numbers within rounding of a limit.
 """
 
 from subquad.kernels.sampler.op import sample, sample_edges, statistics
-from subquad.kernels.sampler.rules import SAMPLERS, Rules, Sample, all_masked, pinned_reach
+from subquad.kernels.sampler.reference import sample_rows
+from subquad.kernels.sampler.rules import SAMPLERS, Rules, Sample, all_masked, pinned_reach, rather_masked
 
-__all__ = ["SAMPLERS", "Rules", "Sample", "all_masked", "pinned_reach", "sample", "sample_edges", "statistics"]
+__all__ = [
+    "SAMPLERS", "Rules", "Sample", "all_masked", "pinned_reach", "rather_masked", "sample", "sample_edges",
+    "sample_rows", "statistics",
+]  # fmt: skip

@@ -4,13 +4,14 @@ A row walks along its intensity as on the CPU (see `cpu`): the points of its Poi
 exponential gaps, gap e from number e of the row's random stream. Nothing is drawn by a generator, so the graphs of a
 seed are those of the CPU, but for random numbers that lie within rounding of a limit. Edges are numbers
 (graph·n + row)·m + key. The host waits for the device where it reads how many there are. Where all rows go to the mask,
-it does not: as many keys are drawn as a row may have at most, and those too many are nobody's edges.
+it does not: as many keys are drawn as a row may have at most, and those too many are nobody's edges. That goes some
+rows at a time, so that beside the mask, of one bit per pair, memory does not grow with the pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -25,6 +26,7 @@ from subquad.kernels.sampler.rules import Rules, refuse
 from subquad.kernels.values import require
 
 HELD = 2**22  # numbers of one kind that are held at a time
+PAIRS = 2**24  # pairs of a mask that are drawn at a time
 
 
 def sample(
@@ -41,19 +43,14 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of a `Sample`."""
     rules = Rules(sampler, causal, exploration, reach, crossover, alike)
-    rows = _Rows.of(w, z, seed, key_mask, rules)
+    masked = limits.all_masked(rules.crossover, z.shape[2], devices.is_host(w))
+    rows = _Rows.of(w, z, seed, key_mask, rules, masked)
     graphs, n, m = len(rows.z), w.shape[2], z.shape[2]
-    proposed = torch.zeros_like(rows.place)
-    found = chain(
-        _looked(rows, rules), _jumped(rows, rules, proposed), _walked(rows, rules, proposed), _pinned(rows, rules)
-    )
-    if rows.all_masked:
-        seen = rows.real.new_zeros(graphs * n * m + 1)  # the last one is nobody's
-        for edge in found:
-            seen.index_fill_(0, edge, True)
-        seen = seen[:-1].view(graphs, n, m)
+    if masked:
         nothing = (rows.place.new_zeros(graphs, n + 1), rows.place.new_empty(0, dtype=torch.int32))
-        return *nothing, pack_mask(seen), seen.sum(-1), _counts(rows, proposed)
+        return *nothing, *_as_masks(rows, rules)
+    proposed = torch.zeros_like(rows.place)
+    found = _edges(rows, rules, proposed)
     edge = torch.unique(torch.cat([rows.place[:0], *found]))  # ascending: graph by graph, row by row
     ends = torch.searchsorted(edge, m * torch.arange(graphs * n + 1, device=edge.device))  # (g·n + 1,)
     at = n * torch.arange(graphs, device=edge.device)[:, None] + torch.arange(n + 1, device=edge.device)
@@ -65,6 +62,46 @@ def sample(
     seen = edges.to_mask()
     listed = EdgeList.from_mask(seen & ~masked[..., None])
     return listed.indptr, listed.indices, pack_mask(seen & masked[..., None]), edges.degrees, counts
+
+
+def sample_rows(w: Tensor, z: Tensor, seed: Tensor, key_mask: Tensor | None, position: Tensor, rules: Rules) -> Tensor:
+    """The rows at `position` (B, t) of graphs of m causal queries and keys, bool (B, H, t, m), without reading a value.
+
+    w (B, H, t, k) are the memberships of these queries alone, z (B, H, m, k) those of all keys.
+    """
+    rows = _Rows.of(w, z, seed, key_mask, rules, True, position)
+    seen = rows.real.new_empty(len(rows.z), w.shape[2], z.shape[2])
+    for where, part, _ in _drawn(rows, rules):
+        seen[where] = part
+    return seen.unflatten(0, w.shape[:2])
+
+
+def _edges(rows: _Rows, rules: Rules, proposed: Tensor) -> Iterator[Tensor]:
+    return chain(
+        _looked(rows, rules), _jumped(rows, rules, proposed), _walked(rows, rules, proposed), _pinned(rows, rules)
+    )
+
+
+def _drawn(rows: _Rows, rules: Rules) -> Iterator[tuple[tuple[slice, slice], Tensor, Tensor]]:
+    """Which graphs and rows, their mask (graphs, rows, m), and how many edges were proposed (graphs, rows)."""
+    graphs, m = rows.real.shape
+    for t, some, _ in blocks(graphs, len(rows.w) // graphs, m, False, PAIRS):
+        part = rows.part(t, some)
+        seen, proposed = rows.real.new_zeros(len(part.w) * m + 1), torch.zeros_like(part.place)
+        for edge in _edges(part, rules, proposed):
+            seen.index_fill_(0, edge, True)  # the last one is nobody's
+        yield (t, some), seen[:-1].view(len(part.z), -1, m), proposed.view(len(part.z), -1)
+
+
+def _as_masks(rows: _Rows, rules: Rules) -> tuple[Tensor, Tensor, Tensor]:
+    """The last three fields of a `Sample` in which all rows stand in the mask."""
+    place, m = rows.place.unflatten(0, (len(rows.z), -1)), rows.real.shape[1]
+    bits = torch.empty(*place.shape, -(-m // 8), dtype=torch.uint8, device=place.device)
+    degrees, proposed = torch.empty_like(place), torch.empty_like(place)
+    for where, seen, tried in _drawn(rows, rules):
+        bits[where] = pack_mask(seen).view(*seen.shape[:2], -1)
+        degrees[where], proposed[where] = seen.sum(-1), tried
+    return bits.flatten(), degrees, _counts(rows, proposed)
 
 
 def _counts(rows: _Rows, proposed: Tensor) -> Tensor:
@@ -94,22 +131,37 @@ class _Rows:
     all_masked: bool  # nothing is counted, and no value is read
 
     @classmethod
-    def of(cls, w: Tensor, z: Tensor, seed: Tensor, key_mask: Tensor | None, rules: Rules) -> _Rows:
+    def of(
+        cls,
+        w: Tensor,
+        z: Tensor,
+        seed: Tensor,
+        key_mask: Tensor | None,
+        rules: Rules,
+        masked: bool,
+        position: Tensor | None = None,
+    ) -> _Rows:
+        """position (B, n): where the queries stand among the keys, in causal mode; None = at 0 … n-1."""
         (batch, heads, n), m, device = w.shape[:3], z.shape[2], w.device
-        masked = limits.all_masked(rules.crossover, m, devices.is_host(w))
         for side, x in (("q", w), ("k", z)):
             if masked:
                 require(x.isfinite().all(), str(refuse(side)))
             elif not bool(x.isfinite().all()):
                 raise refuse(side)
-        numbers, rank = (x.repeat_interleave(heads, 0) for x in ranks(key_mask, batch, n, m, device))
+        numbers, rank = ranks(key_mask, batch, n if position is None else m, m, device)
+        place = torch.arange(n, device=device).expand(batch, n)
+        if position is not None:
+            place = position.clamp(max=m - 1)
+            numbers = numbers.gather(1, place)
+        numbers, rank, place = (x.repeat_interleave(heads, 0) for x in (numbers, rank, place))  # (g, …)
         graph = torch.arange(batch * heads, device=device)[:, None]  # (g, 1)
         stream = streams(seed.to(device), graph % (heads if rules.alike else batch * heads), numbers)  # (g, n)
         real = torch.ones(batch, m, dtype=torch.bool, device=device) if key_mask is None else key_mask
         real = real.repeat_interleave(heads, 0)
         x, y = w.flatten(0, 1).double(), z.flatten(0, 1).double() * real[..., None]
         if rules.causal:
-            sums, tops, upto = y.cumsum(1)[:, :n], y.cummax(1)[0][:, :n], real.cumsum(1)[:, :n]
+            upto, at = real.cumsum(1).gather(1, place), place[..., None].expand(-1, -1, y.shape[2])
+            sums, tops = (t.gather(1, at) for t in (y.cumsum(1), y.cummax(1)[0]))
         else:
             sums, tops, upto = y.sum(1, keepdim=True), y.amax(1, keepdim=True), real.sum(1, keepdim=True)
         rate, visible = (x * sums).sum(-1), upto.expand(-1, n)  # (g, n): Σ_j p_ij
@@ -122,7 +174,6 @@ class _Rows:
             dense = ~jumped & (boost * rate > limits.SWITCH * visible)
         extra = rules.exploration * visible + visible.clamp(max=max(0, 2 * rules.reach + 1))
         expected = torch.minimum(torch.where(dense | jumped, 1.0, boost) * rate + extra, visible.double())
-        place = torch.arange(n, device=device).expand_as(stream)
         end = place + 1 if rules.causal else torch.full_like(place, m)
         about = (
             graph.expand_as(place),
@@ -138,6 +189,17 @@ class _Rows:
             expected,
         )
         return cls(x.flatten(0, 1), y, real, rank, *(t.flatten() for t in about), masked)
+
+    def part(self, t: slice, some: slice) -> _Rows:
+        """Some rows of some graphs, as graphs of their own."""
+        graphs = len(self.z)
+        own = {
+            name: x.unflatten(0, (graphs, -1))[t, some].flatten(0, 1)
+            for name, x in vars(self).items()
+            if isinstance(x, Tensor) and name not in ("z", "real", "rank")
+        }
+        own["graph"] = own["graph"] - t.start
+        return replace(self, **own, z=self.z[t], real=self.real[t], rank=self.rank[t])
 
     def masked(self, rules: Rules) -> Tensor:
         """(R,) bool: the rows that go to the mask where not all of them do; see `Sample`."""
@@ -178,14 +240,14 @@ def _looked(rows: _Rows, rules: Rules) -> Iterator[Tensor]:
     if rules.sampler == "fastrg" or (not rows.all_masked and not bool(rows.dense.any())):
         return
     graphs, m = rows.real.shape
-    w, stream, dense = (x.unflatten(0, (graphs, -1)) for x in (rows.w, rows.stream, rows.dense))
+    w, stream, dense, end = (x.unflatten(0, (graphs, -1)) for x in (rows.w, rows.stream, rows.dense, rows.end))
     n, key, number = w.shape[1], torch.arange(m, device=w.device), torch.arange(len(rows.w), device=w.device)
-    for t, some, seen in blocks(graphs, n, m, rules.causal):
+    for t, some, seen in blocks(graphs, n, m, rules.causal and not rows.all_masked):
         p = w[t, some] @ rows.z[t, seen].mT  # (graphs, rows, keys) of the block
         u = chances(stream[t, some, None], rows.rank[t, None, seen])
         yes = (u < p + rules.exploration * (1 - p)) & dense[t, some, None] & rows.real[t, None, seen]
         row = number.view(graphs, n)[t, some, None]
-        yield rows.edges(row, key[seen], yes & (key[seen] <= row % n) if rules.causal else yes)
+        yield rows.edges(row, key[seen], yes & (key[seen] < end[t, some, None]))
 
 
 def _jumped(rows: _Rows, rules: Rules, proposed: Tensor) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from subquad.kernels import devices
@@ -59,9 +60,19 @@ class Sample:
         return "edges" if not self.mask.numel() else "both" if self.indices.numel() else "dense"
 
 
-def all_masked(crossover: float, keys: int, on_host: bool) -> bool:
-    """Do all rows go to the mask, whatever is drawn? Then nobody has to know how many edges there are."""
-    return crossover < 0 or (crossover < 1 and (keys <= SMALL if on_host else devices.is_short(keys)))
+def all_masked(crossover: float, keys: int | None, on_host: bool) -> bool:
+    """Do all rows go to the mask, whatever is drawn? Then nobody has to know how many edges there are. None: any number
+    of keys.
+    """
+    small = keys is not None and keys <= SMALL
+    return crossover < 0 or (crossover < 1 and (small if on_host else devices.is_short(keys)))
+
+
+def rather_masked(like: Tensor, queries: int, keys: int) -> bool:
+    """Are some rows better drawn as a mask? On a device that the host would have to ask how many edges there are."""
+    if torch.compiler.is_compiling() or devices.is_host(like):
+        return False
+    return queries * keys <= devices.FEW**2 or not devices.may_wait()
 
 
 def pinned_reach(self_loops: bool, window: int | None) -> int:

@@ -12,6 +12,7 @@ from typing import cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels import devices
@@ -22,6 +23,11 @@ from subquad.supports.pattern import ROWS, Pattern, pointers
 from subquad.supports.support import constant_of_graphs, parse, text_of
 
 UNION = -1  # a family: the union of all
+UNREAD = (
+    "the sets of a row depend on its length, which the host must not read here; pass nested=True if those of a shorter "
+    "row are the same sets, cut off"
+)
+TABLE = 1 << 13  # positions of which a device keeps the named keys of all
 
 
 def pattern_edges(
@@ -92,23 +98,17 @@ def masks_any_length(support: str) -> bool:
     return pattern.is_nested or pattern.is_predicate or type(pattern).masked is not Pattern.masked
 
 
-def rather_masked(like: Tensor, support: str, n: int, lengths: Tensor | None) -> bool:
-    """Is a mask better than lists for rows of their own length? Where the host would wait to learn the lengths, and
-    pairs are few.
-    """
-    if lengths is None or devices.is_host(like) or not devices.is_short(n):
-        return False
-    return masks_any_length(support) and not is_nested(support) and not lists_any_length(support)
+def global_queries(support: str, n: int, lengths: Tensor) -> Tensor | None:
+    """The queries that `edges_by_length` leaves out, because they see everyone: int64 (B, r), None = nobody."""
+    return cast(Pattern, parse(support)).global_queries(n, lengths)
 
 
-def reads_no_length(support: str, n: int | None, *, in_blocks: bool) -> bool:
-    """Does a device that has the lengths of rows, n tokens at most, need no host to read them? In blocks by `merge`, or
-    as lists and masks.
-    """
+def reads_no_length(support: str, *, in_blocks: bool) -> bool:
+    """Does a device that has the lengths of rows need no host to read them? In blocks by `merge`, or as lists."""
     pattern = cast(Pattern, parse(support))
     if in_blocks or pattern.is_nested:
         return pattern.is_nested or type(pattern).common is not Pattern.common
-    return lists_any_length(support) or (devices.is_short(n) and masks_any_length(support))
+    return lists_any_length(support)
 
 
 @lru_cache(maxsize=32)
@@ -121,6 +121,8 @@ def _family(number: int) -> int | None:
 
 
 def _sizes(n: int, lengths: Tensor | None) -> list[int]:
+    if lengths is not None and not devices.is_host(lengths) and not devices.may_wait():
+        raise ValueError(f"pattern: {UNREAD}")
     return [n] if lengths is None else lengths.tolist()
 
 
@@ -180,7 +182,9 @@ def _(like, lengths, support, families, n):
 def _edges_by_length(lengths: Tensor, support: str, families: list[int], n: int) -> tuple[Tensor, Tensor]:
     """As `_edges`."""
     pattern, own = cast(Pattern, parse(support)), torch.arange(n, device=lengths.device)[:, None]
-    keys = torch.stack([_known(pattern.listed(n, _family(f), lengths)) for f in families], 1)  # (B, families, n, most)
+    lists = [_known(pattern.listed(n, _family(f), lengths)) for f in families]  # (B, n, ·)
+    most = max(x.shape[2] for x in lists)
+    keys = torch.stack([F.pad(x, (0, most - x.shape[2]), value=n) for x in lists], 1)  # (B, families, n, most)
     graph, row = (
         torch.arange(len(lengths) * len(families), device=own.device),
         torch.arange(2 * n + 1, device=own.device),
@@ -237,15 +241,27 @@ def named_keys(
     """The keys that a causal pattern names for queries at `position` (B, t): int64 (B, families, t, m), -1 = none.
 
     m is the length of the longest list; in a compiled graph that of all queries before position `room`. `first`: the
-    first position of all rows, where the host knows it.
+    first position of all rows, where the host knows it. A device that has the positions looks the lists up in a table
+    of all of them, unless that is long.
     """
     if first is not None:
         lists = _listed(np.arange(first, first + position.shape[1])[None], pattern, families, 0)
         return _given(lists, position).expand(len(position), -1, -1, -1)
-    if not torch.compiler.is_compiling():
-        return _given(_listed(position.cpu().numpy(), pattern, families, 0), position)
     text = text_of(pattern)
+    if not torch.compiler.is_compiling():
+        if devices.is_host(position) or (room > TABLE and devices.may_wait()):
+            return _given(_listed(position.cpu().numpy(), pattern, families, 0), position)
+        table = _named_table(text, families, 1 << max(0, room - 1).bit_length(), position.device)  # (F, room, m)
+        return table[:, position.clamp(max=table.shape[1] - 1)].transpose(0, 1)
     return _named(position.clamp(max=room - 1), text, list(families), most_named(text, families, room))
+
+
+@lru_cache(maxsize=8)
+def _named_table(support: str, families: tuple[int, ...], room: int, device: torch.device) -> Tensor:
+    """What `named_keys` gives for the positions before `room`, (families, room, m)."""
+    pattern = cast(Pattern, parse(support))
+    lists = _listed(np.arange(min(room, pattern.longest or room))[None], pattern, families, 0)
+    return torch.from_numpy(lists[0]).to(device, non_blocking=True)
 
 
 @constant_of_graphs
