@@ -33,11 +33,8 @@ from subquad.attention.rows import repeat_heads
 from subquad.attention.states.chosen import Labelled
 from subquad.attention.states.state import Memory
 from subquad.core.options import Options, option
-from subquad.kernels.clusters import cluster_attention, reads_sizes
+from subquad.kernels.clusters import cluster_attention, nearest_centroids, reads_sizes
 from subquad.probability import probability_map
-
-AT_ONCE = 1 << 24  # products of tokens and centroids
-TINY = 1e-12  # no vector counts as shorter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +87,7 @@ class Routing(Attention):
         """The cluster of every token, int64 (B, H, n). Padding is dealt out in turn: what stands there does not
         matter."""
         with torch.autocast(q.device.type, enabled=False):
-            centroids = self.centroids.to(q.dtype).mT  # (H, d, C)
-            rows = max(1, AT_ONCE // (q.shape[0] * q.shape[1] * self.clusters))
-            a, b = (1 / x.norm(dim=-1, keepdim=True).clamp_(min=TINY) for x in (q, k))
-            direction = torch.addcmul(q * a, k, b)  # √2 times the direction is as near to the same centroid
-            nearest = torch.cat([(x @ centroids).argmax(-1) for x in direction.split(rows, 2)], 2)
+            nearest = nearest_centroids(q, k, self.centroids)
         dealt = torch.arange(q.shape[2], device=q.device) % self.clusters
         return nearest if call.exists is None else torch.where(call.exists, nearest, dealt)
 

@@ -48,6 +48,14 @@ class Emitter:
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=self.size)
 
+    def fetch(self, address: Any, to_write: bool = False) -> None:
+        """Ask for the cache line at an address; there need not be anything."""
+        flag, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+        prefetch = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer], fnty=kind)
+        # to read or to write, into every cache, data
+        self.builder.call(prefetch, [self.builder.inttoptr(address, pointer), flag(int(to_write)), flag(3), flag(1)])
+
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         return self.builder.call(self._multiply_add, [a, b, c])
 
@@ -284,6 +292,27 @@ def each_vector(body: Callable[..., None]) -> Any:
 def scale_row(e, factor, a, b):
     """a = factor · b."""
     e.store(e.builder.fmul(factor, e.load(b)), a)
+
+
+@each_vector
+def load_row(e, factor, a, b, later):
+    """a = factor · b, while the row `later` is fetched: the rows of a head stand so far apart that no processor guesses
+    which comes next."""
+    e.store(e.builder.fmul(factor, e.load(b)), a)
+    e.fetch(later)
+
+
+@each_vector
+def store_row(e, factor, a, b, later):
+    """a = factor · b, while the row `later`, which will be written too, is fetched."""
+    e.store(e.builder.fmul(factor, e.load(b)), a)
+    e.fetch(later, to_write=True)
+
+
+@each_vector
+def fetch_row(e, kind, later):
+    """A row that will soon be read."""
+    e.fetch(later)
 
 
 @each_vector

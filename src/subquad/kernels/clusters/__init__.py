@@ -7,11 +7,13 @@
 The attention is made of products of small matrices (`layout`, `products`, `tiles`), on any device. On a CPU it runs in
 Numba: to the own cluster alone as runs of keys (`sorted_runs`), with summaries or one query per cluster in tiles of
 scores (`cpu_attention`, `cpu_tiles`); what both leave goes the way of `tiles` (`cpu_route`). `reference` has it dense.
-`meetings` sums over queries and keys that are clustered each for themselves.
+`nearest` says which
+cluster a token is in, `meetings` sums over queries and keys that are clustered each for themselves.
 """
 
 from subquad.kernels.clusters.cuda import reads_sizes
 from subquad.kernels.clusters.meetings import met_sums
+from subquad.kernels.clusters.nearest import nearest_centroids
 from subquad.kernels.clusters.op import cluster_attention, cluster_prefix
 
-__all__ = ["cluster_attention", "cluster_prefix", "met_sums", "reads_sizes"]
+__all__ = ["cluster_attention", "cluster_prefix", "met_sums", "nearest_centroids", "reads_sizes"]

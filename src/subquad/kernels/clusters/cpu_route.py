@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from subquad.kernels.clusters import cpu_attention, sorted_runs, tiles
@@ -14,11 +15,19 @@ LAST_QUERY_ONLY, DROPOUT, CHUNK, AVOID_SELF = 3, 5, 6, 7
 
 
 def attention(q, keys, values, order, *rest) -> tuple[Tensor, Tensor]:
-    return room(q, keys, order, rest[2:]).attention(q, keys, values, order, *rest)
+    out, lse = room(q, keys, order, rest[2:]).attention(q, keys, values, order, *rest)
+    return _like(out, q), lse
 
 
 def attention_backward(grad, q, keys, values, out, lse, order, *rest) -> list[Tensor]:
-    return room(q, keys, order, rest[2:]).attention_backward(grad, q, keys, values, out, lse, order, *rest)
+    found = room(q, keys, order, rest[2:]).attention_backward(grad, q, keys, values, out, lse, order, *rest)
+    return [_like(dx, x) for dx, x in zip(found, (q, *keys, *values), strict=True)]
+
+
+def _like(found: Tensor, x: Tensor) -> Tensor:
+    """In the order of the memory of x: a layer goes on without a copy."""
+    laid = torch.empty_like(x)
+    return found if found.stride() == laid.stride() else laid.copy_(found)
 
 
 def room(q: Tensor, keys: list[Tensor], order: Tensor, about: tuple) -> ModuleType:

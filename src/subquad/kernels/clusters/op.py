@@ -84,12 +84,17 @@ def _(grad, x, out, cluster, real, clusters, is_max):
 
 @attention_op.register_fake
 def _(q, keys, values, *about):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2])
+    return _room_for(q), q.new_empty(q.shape[:2])
 
 
 @attention_backward_op.register_fake
 def _(grad, q, keys, values, *args):
-    return [x.new_empty(x.shape) for x in (q, *keys, *values)]
+    return [_room_for(x) for x in (q, *keys, *values)]
+
+
+def _room_for(x: Tensor) -> Tensor:
+    """On a CPU in the order of the memory of x."""
+    return torch.empty_like(x) if devices.is_host(x) else x.new_empty(x.shape)
 
 
 def _save_prefix(ctx, inputs, output):

@@ -21,11 +21,11 @@ ROWS = 72  # queries of a tile: three times the rows of a product
 def attention(q, keys, values, order, cluster, real, seed, clusters, causal, _one_query, scale, _dropout, *chunks):
     """As `tiles.attention`."""
     q, keys, values = ready(q), [ready(x) for x in keys], [ready(x) for x in values]
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -torch.inf)
+    out, lse = torch.empty_like(q), q.new_full(q.shape[:2], -torch.inf)  # every token is in a tile of each round
     bias = _bias(real, q)
     for number, (sort, tables) in enumerate(_rounds(order, cluster, real, clusters, causal, *chunks)):
         cpu.forward(q, keys, values, bias, (sort, sort), tables, scale, out, lse, number == 0)
-    return (tiles.with_itself(out, lse, q, values[0], real) if chunks[1] else out), lse
+    return (out.copy_(tiles.with_itself(out, lse, q, values[0], real)) if chunks[1] else out), lse
 
 
 def attention_backward(
@@ -33,12 +33,14 @@ def attention_backward(
 ):
     """As `tiles.attention_backward`."""
     grad, q, keys, values = ready(grad), ready(q), [ready(x) for x in keys], [ready(x) for x in values]
+    single = order.numel() == real.numel()  # one round: one tile per query
+    found = [torch.empty_like(q) if single else torch.zeros_like(q), *(torch.zeros_like(x) for x in (*keys, *values))]
     alone = lse == -torch.inf
     delta = (grad * out).sum(-1).masked_fill_(alone, 0)  # (G, n)
-    total, found = lse.masked_fill(alone, torch.inf), [x.new_zeros(x.shape) for x in (q, *keys, *values)]
+    total = lse.masked_fill(alone, torch.inf)
     bias = _bias(real, q)
     for sort, tables in _rounds(order, cluster, real, clusters, causal, *chunks):
-        cpu.backward(q, keys, values, bias, (sort, sort), tables, scale, grad, delta, total, found)
+        cpu.backward(q, keys, values, bias, (sort, sort), tables, scale, grad, delta, total, found, single)
     if chunks[1]:  # who met nobody has its own value
         found[2] += grad * (alone & real)[..., None]
     return found

@@ -1,7 +1,7 @@
 """The kernels of the landmarks on a CPU: a sequence after the other, a chunk of tokens at a time.
 
 Scores are exponentiated in memory that stays in the cache and are never written; products read values, and write
-outputs, where they stand. The convolution of a chunk is the product of a band matrix and the values around it.
+outputs, where they stand. The convolution of some rows is the product of a band matrix and the values around them.
 
 A matrix is (address, stride of the batch, of heads, of rows) in entries; `like` holds 0 of its type.
 """
@@ -15,16 +15,20 @@ from subquad.kernels.vector_rows import exp_row, larger_row
 from subquad.kernels.vectors import (
     BYTES,
     dot,
+    fetch_row,
     largest,
+    load_row,
     multiply,
     multiply_add,
     multiply_add_turned,
     scale_row,
+    store_row,
     transpose,
 )
 from subquad.kernels.workers import Workers, keep
 
-CHUNK = 48  # tokens: eight times the rows that a product keeps in registers
+ROWS = 6  # that a product keeps in registers
+CHUNK = 8 * ROWS  # tokens
 
 
 @inline
@@ -34,16 +38,17 @@ def _address(matrix, b, h, row, size):
 
 @inline
 def _load(like, size, width, matrix, b, h, first, count, into):
+    """`count` rows side by side, while those of the next chunk are fetched."""
     for i in range(count):
-        here = into.ctypes.data + i * width * size
-        scale_row(like.dtype.type(1), here, _address(matrix, b, h, first + i, size), width)
+        here, later = into.ctypes.data + i * width * size, _address(matrix, b, h, first + i + CHUNK, size)
+        load_row(like.dtype.type(1), here, _address(matrix, b, h, first + i, size), later, width)
 
 
 @inline
 def _store(like, size, width, rows, count, matrix, b, h, first):
     for i in range(count):
-        here = rows.ctypes.data + i * width * size
-        scale_row(like.dtype.type(1), _address(matrix, b, h, first + i, size), here, width)
+        here, later = rows.ctypes.data + i * width * size, _address(matrix, b, h, first + i + CHUNK, size)
+        store_row(like.dtype.type(1), _address(matrix, b, h, first + i, size), here, later, width)
 
 
 @inline
@@ -66,9 +71,10 @@ def gather(worker, workers, arguments):
     for g in range(worker, batch * heads, workers):
         b, h = g // heads, g % heads
         s, top, total = np.empty((CHUNK, m), kind), np.full(m, -np.inf, kind), np.zeros(m, kind)
-        sums = np.zeros((m, d), kind)
+        sums, values = np.zeros((m, d), kind), np.empty((CHUNK, d), kind)
         for i in range(n):
             larger_row(like[0], top.ctypes.data, _address(scores, b, h, i, size), m)
+            fetch_row(like[0], _address(scores, b, h, i + CHUNK, size), m)
         for first in range(0, n, CHUNK):
             count = min(CHUNK, n - first)
             _load(like, size, m, scores, b, h, first, count, s)
@@ -77,8 +83,10 @@ def gather(worker, workers, arguments):
                 for a in range(m):
                     row[a] = exp(row[a] - top[a])
                     total[a] += row[a]
-            at = _address(v, b, h, first, size)
-            multiply_add_turned(like[0], m, d, count, s.ctypes.data, m, at, v[3], sums.ctypes.data, d, size)
+            _load(like, size, d, v, b, h, first, count, values)
+            multiply_add_turned(
+                like[0], m, d, count, s.ctypes.data, m, values.ctypes.data, d, sums.ctypes.data, d, size
+            )
         for a in range(m):
             lse[g, a] = top[a] + np.log(total[a])
             for e in range(d):
@@ -93,40 +101,56 @@ def gather_backward(worker, workers, arguments):
     for g in range(worker, batch * heads, workers):
         b, h = g // heads, g % heads
         s, ds, turned = np.empty((CHUNK, m), kind), np.empty((CHUNK, m), kind), np.empty((d, m), kind)
-        less, base, rows = delta[g], lse[g], grad[g]
+        less, base, rows, values = delta[g], lse[g], grad[g], np.empty((CHUNK, d), kind)
         transpose(like[0], m, d, rows.ctypes.data, d, turned.ctypes.data, m, size)
         for first in range(0, n, CHUNK):
             count = min(CHUNK, n - first)
             _load(like, size, m, scores, b, h, first, count, s)
-            values, to = _address(v, b, h, first, size), _address(dv, b, h, first, size)
-            multiply(like[0], count, m, d, values, v[3], turned.ctypes.data, m, ds.ctypes.data, m, size)
+            _load(like, size, d, v, b, h, first, count, values)
+            at = values.ctypes.data
+            multiply(like[0], count, m, d, at, d, turned.ctypes.data, m, ds.ctypes.data, m, size)
             for i in range(count):
                 row, change = s[i], ds[i]
                 for a in range(m):
                     row[a] = exp(row[a] - base[a])
                     change[a] = row[a] * (change[a] - less[a])
             _store(like, size, m, ds, count, dscores, b, h, first)
-            multiply(like[0], count, d, m, s.ctypes.data, m, rows.ctypes.data, d, to, dv[3], size)
+            multiply(like[0], count, d, m, s.ctypes.data, m, rows.ctypes.data, d, at, d, size)
+            _store(like, size, d, values, count, dv, b, h, first)
 
 
 # ---- landmarks to tokens ------------------------------------------------------------------------------------
 
 
 @inline
-def _reach(n, taps, first, count):
-    """The columns of a band matrix that meet a token, from … to."""
+def _load_around(like, size, d, matrix, b, h, n, first, count, taps, into):
+    """The rows that the filters of a chunk meet, from half a filter before it on; 0 where there is no token."""
     half = taps // 2
-    return max(0, half - first), min(count + taps - 1, n - first + half)
+    low, high = max(0, half - first), min(count + 2 * half, n - first + half)
+    into[:low] = 0
+    into[high:] = 0
+    _load(like, size, d, matrix, b, h, first - half + low, high - low, into[low:])
 
 
 @inline
 def _fill_band(band, filters, turned):
-    """band (CHUNK, CHUNK + taps - 1 and more): row i has the filter, or the filter backwards, from column i on."""
+    """band (ROWS, ROWS + taps - 1): row i has the filter, or the filter backwards, from column i on."""
     taps = len(filters)
     band[:] = 0
-    for i in range(CHUNK):
+    for i in range(ROWS):
         for t in range(taps):
             band[i, i + t] = filters[taps - 1 - t if turned else t]
+
+
+@inline
+def _convolve(like, size, d, taps, count, band, around, to):
+    """to (count, d) += the filters on the rows around each, as products of the band and the rows around some."""
+    wide, at, left = band.shape[1], around.ctypes.data, band.ctypes.data
+    for i in range(0, count, ROWS):
+        some = min(ROWS, count - i)
+        multiply_add(
+            like[0], some, d, some + taps - 1, left, wide, at + i * d * size, d, to + i * d * size, d, size
+        )
 
 
 @Workers
@@ -136,18 +160,18 @@ def spread(worker, workers, arguments):
     taps = filters.shape[1]
     for g in range(worker, batch * heads, workers):
         b, h = g // heads, g % heads
-        s, rows = np.empty((CHUNK, m), kind), read[g]
-        band = np.empty((CHUNK, CHUNK + taps), kind)
+        s, rows, sums = np.empty((CHUNK, m), kind), read[g], np.empty((CHUNK, d), kind)
+        band, around = np.empty((ROWS, ROWS + taps), kind), np.empty((CHUNK + taps, d), kind)
         _fill_band(band, filters[h], False)
         for first in range(0, n, CHUNK):
-            count, to = min(CHUNK, n - first), _address(out, b, h, first, size)
+            count, to = min(CHUNK, n - first), sums.ctypes.data
             _load(like, size, m, scores, b, h, first, count, s)
             _softmax_rows(like, size, m, s, count)
-            multiply(like[0], count, d, m, s.ctypes.data, m, rows.ctypes.data, d, to, out[3], size)
+            multiply(like[0], count, d, m, s.ctypes.data, m, rows.ctypes.data, d, to, d, size)
             if taps > 0:
-                low, high = _reach(n, taps, first, count)
-                left, right = band.ctypes.data + low * size, _address(v, b, h, first - taps // 2 + low, size)
-                multiply_add(like[0], count, d, high - low, left, CHUNK + taps, right, v[3], to, out[3], size)
+                _load_around(like, size, d, v, b, h, n, first, count, taps, around)
+                _convolve(like, size, d, taps, count, band, around, to)
+            _store(like, size, d, sums, count, out, b, h, first)
 
 
 @Workers
@@ -156,44 +180,46 @@ def spread_backward(worker, workers, arguments):
     like, size, sizes, scores, read, v, filters, grad, dscores, dread, dv, dfilters = arguments[0]
     kind, (batch, heads, n, m, d) = like.dtype, sizes
     taps, lanes = filters.shape[1], BYTES // size
-    wide = -(-(CHUNK + taps) // lanes) * lanes
+    half, wide = taps // 2, -(-(CHUNK + taps) // lanes) * lanes
+    some = -(-(ROWS + taps) // lanes) * lanes  # columns that the filters of ROWS rows meet, in whole vectors
     for g in range(worker, batch * heads, workers):
         b, h = g // heads, g % heads
         s, ds, turned = np.empty((CHUNK, m), kind), np.empty((CHUNK, m), kind), np.empty((d, m), kind)
-        band, dband = np.empty((CHUNK, CHUNK + taps), kind), np.zeros((CHUNK, wide), kind)
-        around, across = np.empty((wide, d), kind), np.empty((d, wide), kind)
-        rows, sums = read[g], np.zeros((m, d), kind)
+        band, dband = np.empty((ROWS, ROWS + taps), kind), np.zeros((ROWS, some), kind)
+        around, across = np.empty((wide, d), kind), np.zeros((d, wide + some), kind)
+        grads, change_v = np.empty((CHUNK + taps, d), kind), np.empty((CHUNK, d), kind)
+        rows, sums, at = read[g], np.zeros((m, d), kind), grads.ctypes.data + half * d * size
         _fill_band(band, filters[h], True)
         transpose(like[0], m, d, rows.ctypes.data, d, turned.ctypes.data, m, size)
         for first in range(0, n, CHUNK):
-            count, at = min(CHUNK, n - first), _address(grad, b, h, first, size)
+            count = min(CHUNK, n - first)
             _load(like, size, m, scores, b, h, first, count, s)
             _softmax_rows(like, size, m, s, count)
-            multiply(like[0], count, m, d, at, grad[3], turned.ctypes.data, m, ds.ctypes.data, m, size)
+            _load_around(like, size, d, grad, b, h, n, first, count, taps, grads)
+            multiply(like[0], count, m, d, at, d, turned.ctypes.data, m, ds.ctypes.data, m, size)
             for i in range(count):
                 row, change = s[i], ds[i]
                 less = dot(like[0], s.ctypes.data + i * m * size, ds.ctypes.data + i * m * size, m)
                 for a in range(m):
                     change[a] = row[a] * (change[a] - less)
             _store(like, size, m, ds, count, dscores, b, h, first)
-            multiply_add_turned(like[0], m, d, count, s.ctypes.data, m, at, grad[3], sums.ctypes.data, d, size)
+            multiply_add_turned(like[0], m, d, count, s.ctypes.data, m, at, d, sums.ctypes.data, d, size)
             if taps > 0:
-                low, high = _reach(n, taps, first, count)
-                left, begin = band.ctypes.data + low * size, first - taps // 2 + low
-                right, to = _address(grad, b, h, begin, size), _address(dv, b, h, first, size)
-                multiply(like[0], count, d, high - low, left, CHUNK + taps, right, grad[3], to, dv[3], size)
-                around[:low] = 0
-                around[high:] = 0
-                for i in range(high - low):
-                    here = around.ctypes.data + (low + i) * d * size
-                    scale_row(like.dtype.type(1), here, _address(v, b, h, begin + i, size), d)
-                transpose(like[0], wide, d, around.ctypes.data, d, across.ctypes.data, wide, size)
-                into = dband.ctypes.data
-                multiply_add(like[0], count, wide, d, at, grad[3], across.ctypes.data, wide, into, wide, size)
+                change_v[:] = 0
+                _convolve(like, size, d, taps, count, band, grads, change_v.ctypes.data)
+                _store(like, size, d, change_v, count, dv, b, h, first)
+                _load_around(like, size, d, v, b, h, n, first, count, taps, around)
+                transpose(like[0], wide, d, around.ctypes.data, d, across.ctypes.data, wide + some, size)
+                right, into = across.ctypes.data, dband.ctypes.data
+                for i in range(0, count, ROWS):
+                    multiply_add(
+                        like[0], min(ROWS, count - i), some, d, at + i * d * size, d, right + i * size, wide + some,
+                        into, some, size,
+                    )  # fmt: skip
         dread[g] = sums
         for t in range(taps):
             total = like.dtype.type(0)
-            for i in range(CHUNK):
+            for i in range(ROWS):
                 total += dband[i, i + t]
             dfilters[g, t] = total
 

@@ -12,7 +12,18 @@ from __future__ import annotations
 import numpy as np
 
 from subquad.kernels.parallel import inline
-from subquad.kernels.vectors import dot, elu_row, multiply, multiply_add, multiply_add_turned, scale_row, transpose
+from subquad.kernels.vectors import (
+    dot,
+    elu_row,
+    fetch_row,
+    load_row,
+    multiply,
+    multiply_add,
+    multiply_add_turned,
+    scale_row,
+    store_row,
+    transpose,
+)
 from subquad.kernels.workers import Workers
 
 CHUNK = 48  # tokens: eight times the rows that a product keeps in registers
@@ -27,21 +38,30 @@ def _address(matrix, g, row, size):
 
 
 @inline
-def _load(like, size, width, matrix, g, first, count, elu, into):
-    """`count` rows into `into` (CHUNK, width), as features where they are to be made; rows behind them are 0."""
+def _addresses(matrix, g, row, ahead, size):
+    """Of a row, and of one that is further on."""
+    return _address(matrix, g, row, size), _address(matrix, g, row + ahead, size)
+
+
+@inline
+def _load(like, size, width, matrix, g, first, count, elu, into, ahead=CHUNK):
+    """`count` rows into `into` (CHUNK, width), as features where they are to be made; rows behind them are 0. The rows
+    of the next chunk, `ahead` of these, are fetched."""
     zero, one = like.dtype.type(0), like.dtype.type(1)
     for i in range(count):
         here = into.ctypes.data + i * width * size
-        scale_row(one, here, _address(matrix, g, first + i, size), width)
+        at, later = _addresses(matrix, g, first + i, ahead, size)
+        load_row(one, here, at, later, width)
         if elu:
             elu_row(like[0], here, width)
     into[count:] = zero
 
 
 @inline
-def _store(like, size, width, rows, count, matrix, g, first):
+def _store(like, size, width, rows, count, matrix, g, first, ahead=CHUNK):
     for i in range(count):
-        scale_row(like.dtype.type(1), _address(matrix, g, first + i, size), rows.ctypes.data + i * width * size, width)
+        here, later = _addresses(matrix, g, first + i, ahead, size)
+        store_row(like.dtype.type(1), here, rows.ctypes.data + i * width * size, later, width)
 
 
 @inline
@@ -101,15 +121,20 @@ def _lower(s, count, den, first, summed):
 
 
 @inline
-def _divided(like, size, d, grad, out, den, g, first, count, rows, h, normalise):
+def _divided(like, size, d, grad, out, den, g, first, count, rows, h, normalise, ahead=CHUNK):
     """γ / den into rows (CHUNK, d) and -γ·out / den into h, for `count` rows."""
     zero, one = like.dtype.type(0), like.dtype.type(1)
     for i in range(count):
         here, share = rows.ctypes.data + i * d * size, one
         if normalise:
             share = zero if den[first + i] <= like[0] else one / den[first + i]
-        scale_row(share, here, _address(grad, g, first + i, size), d)
-        h[i] = -dot(like[0], here, _address(out, g, first + i, size), d) if normalise else zero
+        at, later = _addresses(grad, g, first + i, ahead, size)
+        load_row(share, here, at, later, d)
+        h[i] = zero
+        if normalise:
+            at, later = _addresses(out, g, first + i, ahead, size)
+            h[i] = -dot(like[0], here, at, d)
+            fetch_row(like[0], later, d)
     rows[count:] = zero
     h[count:] = zero
 
@@ -234,11 +259,11 @@ def causal_backward(worker, workers, arguments):
         for turn in range(2 * chunks):
             back = turn >= chunks
             first = (2 * chunks - 1 - turn if back else turn) * CHUNK
-            count = min(CHUNK, n - first)
-            _load(like, size, f, a, g, first, count, elu, x)
-            _load(like, size, f, b, g, first, count, elu, y)
-            _load(like, size, d, v, g, first, count, False, values)
-            _divided(like, size, d, grad, out, den[g], g, first, count, rows, h, normalise)
+            count, ahead = min(CHUNK, n - first), -CHUNK if back else CHUNK
+            _load(like, size, f, a, g, first, count, elu, x, ahead)
+            _load(like, size, f, b, g, first, count, elu, y, ahead)
+            _load(like, size, d, v, g, first, count, False, values, ahead)
+            _divided(like, size, d, grad, out, den[g], g, first, count, rows, h, normalise, ahead)
             transpose(like[0], CHUNK, d, values.ctypes.data, d, vt.ctypes.data, CHUNK, size)
             multiply(like[0], count, CHUNK, d, gt, d, vt.ctypes.data, CHUNK, it, CHUNK, size)  # g·v …
             for i in range(count):
@@ -252,7 +277,7 @@ def causal_backward(worker, workers, arguments):
                     for e in range(f):
                         change[i, e] += h[i] * z[e]
                 _through_map(change, x, count, elu)
-                _store(like, size, f, change, count, da, g, first)
+                _store(like, size, f, change, count, da, g, first, ahead)
                 _gather(like, size, values, d, y, f, count, st)
                 _add_rows(y, count, none, z, False)
                 continue
@@ -266,9 +291,9 @@ def causal_backward(worker, workers, arguments):
                 for e in range(f):
                     change[i, e] += total[e]
             _through_map(change, y, count, elu)
-            _store(like, size, f, change, count, db, g, first)
+            _store(like, size, f, change, count, db, g, first, ahead)
             multiply(like[0], count, d, f, bt, f, t.ctypes.data, d, more.ctypes.data, d, size)
             multiply_add_turned(like[0], count, d, count, wt, CHUNK, gt, d, more.ctypes.data, d, size)
-            _store(like, size, d, more, count, dv, g, first)
+            _store(like, size, d, more, count, dv, g, first, ahead)
             _gather(like, size, rows, d, x, f, count, tt)
             _add_rows(x, count, h, total, True)
