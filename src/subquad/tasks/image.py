@@ -70,8 +70,8 @@ class Image(ArenaTask):
     sources = {"cifar10": CIFAR10, "mnist": MNIST}
     recipes = {
         "small": ImageRecipe(
-            length=1024, width=64, layers=2, heads=2, feedforward=128, steps=1000, batch=8, rate=1e-3, warmup=50,
-            evaluate=250, eval_size=500,
+            length=1024, width=64, layers=2, heads=2, feedforward=128, initial=0.125, steps=1500, batch=16, rate=2e-3,
+            warmup=75, evaluate=250, eval_size=1000,
         ),
         "paper": ImageRecipe(
             length=1024, width=64, layers=2, heads=2, feedforward=128, dropout=0.1, attention_dropout=0.1,

@@ -50,8 +50,8 @@ class Text(ArenaTask):
     sources = {"": IMDB}
     recipes = {
         "small": TextRecipe(
-            length=512, width=64, layers=2, heads=2, feedforward=128, initial=0.125, steps=800, batch=32, rate=1e-3,
-            warmup=100, evaluate=200, eval_size=1000,
+            length=1024, width=64, layers=2, heads=2, feedforward=128, initial=0.125, steps=1000, batch=16, rate=1e-3,
+            warmup=100, evaluate=250, eval_size=2000,
         ),
         "paper": TextRecipe(
             length=4096, width=64, layers=2, heads=2, feedforward=128, dropout=0.1, attention_dropout=0.1,
