@@ -293,7 +293,7 @@ class PaddingLeakAbove300(PaddingLeak):
 def test_padding_forgotten_in_long_sequences_only_is_found(registered, causal):
     name = registered(PaddingLeakAbove300)
     check_attention(name, only=["padding_is_invisible"], causal=causal)
-    with pytest.raises(ContractError, match="long_padding_is_invisible: .*n=1000: padded slots have weights"):
+    with pytest.raises(ContractError, match=r"long_padding_is_invisible: .*n=1000: padded slots have weights"):
         check_attention(name, only=["long_padding_is_invisible"], causal=causal)
 
 
