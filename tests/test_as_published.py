@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from subquad.data.documents import article
 from subquad.models import HEADS, SubquadConfig
 from subquad.models.heads import SubquadForMaskedLM, SubquadForSequenceClassification
 from subquad.tasks import scores, task
-from subquad.tasks.books import article
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 32}
 NAMES = ("entailment", "neutral", "contradiction")

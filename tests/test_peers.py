@@ -18,6 +18,7 @@ from torch import nn
 import subquad
 from subquad import peer_modules, peers
 from subquad.bench import Setting
+from subquad.cli.peers import peer_names
 from subquad.layers import MultiheadAttention
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other packages warn of while they are imported and run
@@ -346,6 +347,10 @@ def test_unknown_and_missing_peers_are_named(monkeypatch):
     monkeypatch.setattr(peer_modules.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="performer needs the package performer-pytorch"):
         list(peers.measure_peers(["performer"], Setting()))
+
+
+def test_the_command_knows_every_peer():
+    assert peer_names() == [peer.name for peer in peers.PEERS]
 
 
 def test_importing_the_package_imports_no_peer():

@@ -217,7 +217,8 @@ def test_figures_are_drawn(key, tmp_path):
 
 def test_arrows_join_the_groups_of_combiner_axial():
     """Token 10 stands at row 2, column 2 of a picture of 3 × 4: columns above it, or rows without its column."""
-    vertical, horizontal = (drawings.arrows(drawings.axial(name, 12, 4), 12, 10) for name in ("vertical", "horizontal"))
+    specs = (f"combiner-axial:plan={name},cols=4" for name in ("vertical", "horizontal"))
+    vertical, horizontal = (drawings.arrows(drawings.one_head(spec, 12, causal=True), 12, 10) for spec in specs)
     assert sorted(vertical) == [(0, 4), (1, 5), (3, 7)]
     assert sorted(horizontal) == [(0, 1), (1, 3), (4, 5), (5, 7)]
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subquad.data.subwords import save, train_tokenizer
+from subquad.data.tables import read_rows
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks import scores, task
-from subquad.tasks.glue import TABLE, read_rows, shortened
+from subquad.tasks.glue import TABLE, shortened
 
 SST2 = "sentence\tlabel\n" + "".join(f"a very {('bad', 'good')[k % 2]} film number {k} \t{k % 2}\n" for k in range(40))
 TINY = ("length=16", "width=8", "heads=2", "layers=1", "feedforward=8", "subwords=300", "positions=learned")

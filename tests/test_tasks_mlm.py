@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subquad.data.corpus import Corpus, tokenised
+from subquad.data.documents import BLOCK, blocks, plain, sentences
 from subquad.data.subwords import SPECIALS, cached_tokenizer, encode_all, framed, load, save, text_of, train_tokenizer
 from subquad.tasks import task
 from subquad.tasks.base import IGNORED
-from subquad.tasks.books import BLOCK, Books, DocumentWindows, blocks
-from subquad.tasks.mlm import SPECIAL, Mlm, mask, plain, sentences, windows
+from subquad.tasks.books import Books, DocumentWindows
+from subquad.tasks.mlm import SPECIAL, Mlm, mask, windows
 
 LINES = ["the cat sat on the mat .", "the dog sat on the log .", "a cat saw the dog ?", "Ünïcode, too ! 12 34"] * 3
 

@@ -9,9 +9,9 @@ import pytest
 import sacrebleu
 import torch
 
+from subquad.data.pictures import planes_file
 from subquad.models import HEADS, SubquadConfig, SubquadForConditionalGeneration
 from subquad.tasks import density, task
-from subquad.tasks.density import planes_file
 from subquad.training import use
 from subquad.training.run import Run, train
 

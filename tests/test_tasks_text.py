@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from subquad.data.pictures import RECORD, pixels, read_cifar10, read_mnist
 from subquad.models import HEADS, SubquadConfig
 from subquad.tasks import task
-from subquad.tasks.image import RECORD, pixels, read_cifar10, read_mnist
 
 REVIEWS = {
     f"aclImdb/{part}/{kind}/{number}_{rating}.txt": f"{part} {kind} {number} {'fine ' * number}".encode()

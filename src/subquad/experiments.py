@@ -14,7 +14,7 @@ from subquad.attention.registry import check_name, entry_of
 from subquad.core import child
 from subquad.core.options import split_list, split_spec
 from subquad.core.spoken import again
-from subquad.tasks import SUITES, as_texts, check_attention, check_data, check_settings, task_class
+from subquad.tasks import SUITES, as_texts, check_data, check_mechanisms, check_settings, task_class
 from subquad.training.rates import parse_rates
 from subquad.training.start import check_out, check_start, slug
 
@@ -235,7 +235,7 @@ def _check(task: str, specs: list[str], recipe: str, data: Any, settings: dict[s
         check_name(spec)
     texts = as_texts(settings)
     check_settings(task, texts, recipe)
-    check_attention(task, specs, texts, recipe)
+    check_mechanisms(task, specs, texts, recipe)
     check_data(task, _path("data", data), texts, recipe)
     return texts
 

@@ -185,7 +185,7 @@ def _draw_legend(figure: Figure, legend: Sequence[tuple[np.ndarray, str]], x: fl
         x += long + 12 + 11.5 * len(meaning) + 30
 
 
-def _swatches(kinds: Sequence[int]) -> list[tuple[np.ndarray, str]]:
+def swatches(kinds: Sequence[int]) -> list[tuple[np.ndarray, str]]:
     return [(rgb(COLOURS[kind])[None, None], KINDS[kind]) for kind in kinds]
 
 
@@ -199,9 +199,7 @@ def draw_support(attention: Attention, n: int, *, title: str = "") -> Figure:
     kinds = [kind for kind in (1, 2, 0) if any((picture == kind).any() for _, picture in parts)]
     note = f"{_direction(attention)}, n = {n}" + (f", {squares[0].note}" if len(squares) == 1 else "")
     rows = _wrapped([squares[0]._replace(note="")] if len(squares) == 1 else squares, 4)
-    return draw_sheet(
-        Sheet(rows, 720 if len(squares) == 1 else 400, title or attention.name, note, _swatches(kinds)), n
-    )
+    return draw_sheet(Sheet(rows, 720 if len(squares) == 1 else 400, title or attention.name, note, swatches(kinds)), n)
 
 
 def draw_weights(attention: Attention, n: int, *, title: str = "", seed: int = 0, most: int = 8) -> Figure:
@@ -265,7 +263,7 @@ def draw_gallery(names: Sequence[str] | None = None, n: int = 64, columns: int =
             labels.append("causal" if causal else "bidirectional")
     note = f"n = {n}, bidirectional above causal; options chosen to fit the picture"
     kinds = [kind for kind in (1, 2, 0) if any(_shows(panel, kind) for row in rows for panel in row)]
-    return draw_sheet(Sheet(rows, 320, "Who attends to whom", note, _swatches(kinds), labels), n)
+    return draw_sheet(Sheet(rows, 320, "Who attends to whom", note, swatches(kinds), labels), n)
 
 
 def _shows(panel: Panel, kind: int) -> bool:

@@ -163,7 +163,7 @@ COST, KNOWN = (0, 1, 2, 3, 4), (0, 5, 6, 7, 8)
 
 def tables(rows: list[Row], advice: Advice, console: Console) -> list[Table]:
     """One table, or two below each other where the window is narrow."""
-    lines = [cells(row, advice) for row in rows]
+    lines = [cells(row) for row in rows]
     hidden = set() if advice.wish.causal else {6, 7}
     hidden |= {8} if advice.results is None else set()
     chosen = [tuple(range(len(TITLES)))] if console.width >= WIDE else [COST, KNOWN]
@@ -180,7 +180,7 @@ def _table(columns: list[int], lines: list[list[str]]) -> Table:
     return table
 
 
-def cells(row: Row, advice: Advice) -> list[str]:
+def cells(row: Row) -> list[str]:
     """A row in words, in the order of `TITLES`."""
     from subquad.advice.ranking import SHOWN
 

@@ -14,7 +14,7 @@ from subquad.attention.registry import check_name
 from subquad.cli.train import Data, Recipe, Settings
 from subquad.core.console import err, out
 from subquad.core.options import split_list
-from subquad.tasks import SUITES, check_attention, check_data, check_settings
+from subquad.tasks import SUITES, check_data, check_mechanisms, check_settings
 from subquad.training.rates import parse_rates, take_rates
 from subquad.training.start import check_out
 
@@ -64,7 +64,7 @@ def compare(
     check_out(where)
     for name in names:
         check_settings(name, chosen, recipe)
-        check_attention(name, [one for spec in specs for one in spec.split("|")], chosen, recipe)
+        check_mechanisms(name, [one for spec in specs for one in spec.split("|")], chosen, recipe)
         check_data(name, data, chosen, recipe)
     from subquad.training.quiet import quiet
 

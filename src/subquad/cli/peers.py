@@ -11,17 +11,18 @@ import typer
 from rich.table import Table
 
 from subquad.core.console import err, out
+from subquad.core.declarations import attributes, module_tree
 from subquad.core.names import unknown
-
-NAMES = (
-    "linear", "linear-causal", "performer", "linformer", "nystrom", "reformer", "reformer-causal", "routing",
-    "sinkhorn", "h-transformer-1d", "h-transformer-1d-causal", "local", "local-causal", "nsa", "hf-bigbird",
-    "hf-longformer", "hf-nystromformer", "hf-reformer", "hf-deepseek-hca", "hf-deepseek-csa",
-)  # of peer_modules.PEERS, which imports torch  # fmt: skip
 
 if TYPE_CHECKING:
     from subquad.bench import Setting
     from subquad.peers import PeerRow
+
+
+def peer_names() -> list[str]:
+    """Those of `peer_modules.PEERS`, from its source text: torch need not be imported."""
+    calls: Any = dict(attributes(module_tree("subquad.peer_modules")))["PEERS"]
+    return [call.args[0].value for call in calls.elts]
 
 
 def measure_and_print(
@@ -35,8 +36,8 @@ def measure_and_print(
     if lengths is not None and len(lengths) > 1:
         raise typer.BadParameter(f"--peers takes one length, not {len(lengths)}")
     for name in names:
-        if name not in NAMES:
-            raise unknown("peer", name, NAMES)
+        if name not in peer_names():
+            raise unknown("peer", name, peer_names())
     from subquad.bench import Setting, write
     from subquad.peers import measure_peers, report
 

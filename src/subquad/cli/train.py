@@ -14,7 +14,7 @@ from subquad.attention.registry import check_name
 from subquad.cli.listing import print_rows
 from subquad.core.console import out
 from subquad.core.options import fields
-from subquad.tasks import available, check_attention, check_data, check_settings, describe, task_class
+from subquad.tasks import available, check_data, check_mechanisms, check_settings, describe, task_class
 from subquad.tasks import task as make_task
 from subquad.training.start import check_start, slug
 
@@ -66,7 +66,7 @@ def train(
     specs = split_attention(attention)
     check_name(attention)
     check_settings(task, settings or (), recipe)
-    check_attention(task, specs, settings or (), recipe)
+    check_mechanisms(task, specs, settings or (), recipe)
     where = folder or Path("out/train") / task / slug("+".join(specs)) / f"seed{seed}"
     if os.environ.get("WORLD_SIZE", "1") == "1":  # of several processes the first may have begun: it checks for all
         check_start(where, resume=resume, overwrite=overwrite)

@@ -14,9 +14,12 @@ PAIRS = tuple(Claim(f"Combiner-{x}", x) for x in ("Logsparse", "Fixed", "Axial")
 
 
 def at(length: str, name: str, spec: str, small: dict[str, int]) -> Method:
-    """A method of the language-model tables: its name says how long its context is."""
-    lengths = {"2k": 2048, "8k": 8192}
-    return Method(f"{name}-{length}", spec, (f"length={small[length]}",), (f"length={lengths[length]}",))
+    """A method of the language-model tables: its name says how long its context is. At the size of the paper, segments
+    have 128 tokens, as in the published configuration.
+    """
+    lengths, size = {"2k": 2048, "8k": 8192}, {"fixed": "w=128", "combiner-fixed": "span=128"}.get(spec.split(":")[0])
+    full = f"{spec}{',' if ':' in spec else ':'}{size}" if size else ""
+    return Method(f"{name}-{length}", spec, (f"length={small[length]}",), (f"length={lengths[length]}",), full)
 
 
 SHORT = {"2k": 256, "8k": 1024}

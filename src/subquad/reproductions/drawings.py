@@ -11,23 +11,24 @@ from typing import Any
 
 import torch
 
-from subquad.plots import COLOURS, KINDS, Panel, Sheet, cells, draw_sheet, rgb, save
+from subquad.attention.base import Attention
+from subquad.attention.registry import for_length
+from subquad.plots import Panel, Sheet, cells, draw_sheet, rgb, save, swatches
 
 
 def matrices(path: Path, title: str, specs: Sequence[tuple[str, str]], n: int, *, causal: bool) -> None:
     """Who attends to whom, a panel per (title, spec)."""
-    from subquad.attention.registry import for_length
-
     panels = []
     for name, spec in specs:
-        picture = for_length(spec, n, causal=causal, num_heads=1, head_dim=8).picture(n)
+        picture = one_head(spec, n, causal=causal).picture(n)
         panels.append(Panel(cells(picture[0] if picture.dim() == 3 else picture), name, spec))
     rows = [panels[first : first + 3] for first in range(0, len(panels), 3)]
-    save(draw_sheet(Sheet(rows, 320, title, f"n = {n}, {'causal' if causal else 'bidirectional'}", legend()), n), path)
+    note = f"n = {n}, {'causal' if causal else 'bidirectional'}"
+    save(draw_sheet(Sheet(rows, 320, title, note, swatches((1, 2))), n), path)
 
 
-def legend() -> list[tuple[Any, str]]:
-    return [(rgb(COLOURS[kind])[None, None], KINDS[kind]) for kind in (1, 2)]
+def one_head(spec: str, n: int, *, causal: bool) -> Attention:
+    return for_length(spec, n, causal=causal, num_heads=1, head_dim=8)
 
 
 def combiner_matrices(path: Path, plan: Any) -> None:
@@ -41,7 +42,8 @@ def combiner_matrices(path: Path, plan: Any) -> None:
 def combiner_axial(path: Path, plan: Any) -> None:
     """Of each plan the matrix, and the picture of 3 × 4 as token 10 sees it; arrows join the members of a group."""
     n, cols, query, side = 12, 4, 10, 320
-    made = {name: axial(name, n, cols) for name in ("vertical", "horizontal")}
+    specs = {name: f"combiner-axial:plan={name},cols={cols}" for name in ("vertical", "horizontal")}
+    made = {name: one_head(spec, n, causal=True) for name, spec in specs.items()}
     grids = {name: cells(one.picture(n)[query].view(-1, cols)) for name, one in made.items()}  # (3, 4, 3)
     for grid in grids.values():
         grid[query // cols, query % cols] = rgb("#7b4fa3")
@@ -49,7 +51,8 @@ def combiner_axial(path: Path, plan: Any) -> None:
         [Panel(cells(one.picture(n)), name) for name, one in made.items()],
         [Panel(grid, name, f"as token {query} sees it") for name, grid in grids.items()],
     ]
-    figure = draw_sheet(Sheet(rows, side, "Combiner, figure 2: a picture of 3 × 4", f"n = {n}, causal", legend()), n)
+    title = "Combiner, figure 2: a picture of 3 × 4"
+    figure = draw_sheet(Sheet(rows, side, title, f"n = {n}, causal", swatches((1, 2))), n)
     cell = round(side / n)
     for axes, one in zip(figure.axes[2:4], made.values(), strict=True):
         for ends in arrows(one, n, query):
@@ -58,13 +61,7 @@ def combiner_axial(path: Path, plan: Any) -> None:
     save(figure, path)
 
 
-def axial(name: str, n: int, cols: int) -> Any:
-    from subquad.attention.registry import for_length
-
-    return for_length(f"combiner-axial:plan={name},cols={cols}", n, causal=True, num_heads=1, head_dim=8)
-
-
-def arrows(made: Any, n: int, query: int) -> list[tuple[int, int]]:
+def arrows(made: Attention, n: int, query: int) -> list[tuple[int, int]]:
     """From each member of a group of the query to the next."""
     sets, seen = made.summaries(n)
     return [pair for number in seen[query] for pair in pairwise(sorted(sets[number]))]
@@ -93,7 +90,7 @@ def sbm_patterns(path: Path, plan: Any) -> None:
     i, j = torch.arange(n)[:, None], torch.arange(n)
     masks = (i * k // n == j * k // n, (i == j) | (j >= n - k), (i == j) | (i >= n - k))
     panels = [Panel(cells(mask.expand(n, n).int()), f"pattern {number}") for number, mask in enumerate(masks, 1)]
-    save(draw_sheet(Sheet([panels], 320, "SBM-Transformer, figure 6", f"n = {n}, k = {k}", legend()[:1]), n), path)
+    save(draw_sheet(Sheet([panels], 320, "SBM-Transformer, figure 6", f"n = {n}, k = {k}", swatches((1,))), n), path)
 
 
 # ---- trained models -------------------------------------------------------------------------------------------

@@ -65,10 +65,7 @@ def answer(
     """In this process. `density` sets the parameters of SBM attention so that a pair is an edge with that chance; the
     spec WRITTEN_OUT is full attention with its matrix of weights in memory.
     """
-    import gc
-
     from subquad import bench
-    from subquad.core import memory
     from subquad.core.options import split_spec
     from subquad.studies.sbm_cost import set_density
 
@@ -86,10 +83,7 @@ def answer(
 
     step(min(n, 64))()  # loads what is loaded once
     chosen = step(n)
-    gc.collect()
-    before = memory.reset_peak()
-    chosen()
-    grown = max(0, memory.peak() - before)
+    grown = bench.growth(chosen)
     chosen.count()
     for _ in range(repeats):
         chosen.clock()

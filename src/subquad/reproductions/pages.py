@@ -92,7 +92,8 @@ def made(result: dict[str, Any]) -> str:
     """How the numbers came about."""
     if REPRODUCTIONS[result["key"]].kind == "measured":
         return "Counted and measured"
-    size = "At the size of the paper" if result["scale"] == "paper" else "Scaled down"
+    small = any(column.small.recipe != "paper" for column in REPRODUCTIONS[result["key"]].columns)
+    size = "Scaled down" if small and result["scale"] == "small" else "At the size of the paper"
     return f"{size}, {result['seeds']} seed{'s' * (result['seeds'] > 1)}"
 
 

@@ -90,7 +90,7 @@ def check_settings(name: str, settings: Iterable[str] = (), recipe: str | None =
         made().changed(name, settings)  # type: ignore[attr-defined]
 
 
-def check_attention(name: str, specs: Iterable[str], settings: Iterable[str] = (), recipe: str = "small") -> None:
+def check_mechanisms(name: str, specs: Iterable[str], settings: Iterable[str] = (), recipe: str = "small") -> None:
     """Refuse mechanisms that cannot do a task, as far as source text tells: torch need not be imported."""
     chosen = _recipe(name, settings, recipe)
     for spec in specs:

@@ -14,10 +14,8 @@ folder of .txt files, parted like a tar of books). `lm-bytes` reads PG-19 as one
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,36 +25,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.core.options import option
-from subquad.data.corpus import Corpus, Document, signature, tokenised
+from subquad.data.corpora import PG19
+from subquad.data.corpus import Corpus, Document, tokenised
 from subquad.data.datasets import PackedDocuments, Windows
-from subquad.data.files import Source, decoded, members, read_lines
+from subquad.data.documents import LM1B, WIKI40B, Texts, drawn, one_billion_words, whole, wiki_40b
 from subquad.data.subwords import PAD, cached_tokenizer
 from subquad.tasks.base import Example, Splits
-from subquad.tasks.bytes import PG19
 from subquad.tasks.language import entropy
 from subquad.tasks.recipe import Recipe
 from subquad.tasks.tokenized import TokenizedTask
 
 BEGIN, END = "<s>", "</s>"
 SPECIALS = (PAD, BEGIN, END)
-BLOCK = 1 << 16  # characters of a book that are encoded together
 SAMPLE, SHARE = 10_000_000, 1_000_000  # characters that the tokenizer is trained on, and of one document
-LM1B = Source(
-    "lm1b",
-    "1-billion-word-language-modeling-benchmark-r13output.tar.gz, unpacked",
-    "https://www.statmt.org/lm-benchmark/",
-)
-WIKI40B = Source(
-    "wiki40b",
-    'Wiki-40B, English, as en.{train,validation,test}.jsonl, one {"text": …} a line',
-    "wiki40b of TensorFlow Datasets or google/wiki40b of the Hugging Face hub",
-)
-MARKS = ("_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_")
-ROOT, TRAINING, HELDOUT = (
-    "1-billion-word-language-modeling-benchmark-r13output",
-    "training-monolingual.tokenized.shuffled",
-    "heldout-monolingual.tokenized.shuffled",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +55,6 @@ class BooksRecipe(Recipe):
             raise ValueError(f"path must be given with source=folder, and only then (source={self.source})")
         if self.length < 2:
             raise ValueError(f"length must be ≥ 2, not {self.length}")
-
-
-@dataclass(frozen=True)
-class Texts:
-    """The documents of a part of the data, read anew at every call. `source` names them in the cache."""
-
-    source: str
-    documents: Callable[[], Iterable[Document]]
 
 
 class Books(TokenizedTask):
@@ -198,103 +171,6 @@ class DocumentWindows(Dataset):
         inside = window - (int(self.last[document - 1]) if document else 0)
         tokens = self.tokens[self.bounds[document] : self.bounds[document + 1]]
         return Windows(tokens, self.length, self.stride)[inside]
-
-
-# ---- reading --------------------------------------------------------------------------------------------------
-
-
-def whole(path: Path) -> Texts:
-    """All books of a folder."""
-    names = book_names(path)
-    return Texts(f"{signature(path / name.partition('/')[2] for name in names)} books", lambda: books(path, set(names)))
-
-
-def drawn(path: Path, seed: int) -> list[Texts]:
-    """The books of a folder or an archive in three parts, drawn by the seed: 8/10, 1/10, 1/10, at least one each."""
-    names = book_names(path)
-    if len(names) < 3:
-        raise ValueError(f"{path} holds {len(names)} .txt files; 3 at least are needed, to train, validate and test")
-    order = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
-    tenth = max(1, len(names) // 10)
-    parts = (order[2 * tenth :], order[:tenth], order[tenth : 2 * tenth])
-    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-    return [Texts(f"{signature(files)} {sorted(part)} books", _reader(path, set(part))) for part in parts]
-
-
-def _reader(path: Path, names: set[str]) -> Callable[[], Iterable[Document]]:
-    return lambda: books(path, names)
-
-
-def book_names(path: Path) -> list[str]:
-    """Names as `members` gives them, sorted."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} not found: give a folder of .txt files")
-    if path.is_dir():
-        return sorted(file.relative_to(path.parent).as_posix() for file in path.rglob("*.txt"))
-    return sorted(name for name, _ in members(path, lambda name: name.endswith(".txt")))
-
-
-def books(path: Path, names: set[str]) -> Iterator[Document]:
-    """The named books of a folder (read line by line) or of an archive (one by one)."""
-    if path.is_dir():
-        for name in sorted(names):
-            yield blocks(read_lines(path.parent / name))
-    else:
-        for name, content in members(path, names.__contains__):
-            yield blocks(decoded(f"{path}: {name}", BytesIO(content)))
-
-
-def blocks(lines: Iterable[tuple[int, str]]) -> Iterator[str]:
-    """A text cut before some of its line ends, which are kept, into pieces that are encoded one by one."""
-    block: list[str] = []
-    size = 0
-    for number, line in lines:
-        if size >= BLOCK:
-            yield "".join(block)
-            block, size = [], 0
-        block.append(line if number == 1 else f"\n{line}")
-        size += len(line) + 1
-    if block:
-        yield "".join(block)
-
-
-def one_billion_words(data: Path | None) -> list[Texts]:
-    """Every line of the training files; of held-out files 1 and 0 for validation and test."""
-    folder = LM1B.find(data, f"{ROOT}/{TRAINING}", TRAINING)
-    files = sorted(folder.glob("news.en-*-of-00100*"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no news.en-000xx-of-00100; get {LM1B.what} from {LM1B.origin}")
-    near = f"{ROOT}/{HELDOUT}" if folder.parent.name == ROOT else HELDOUT
-    valid, test = (LM1B.find(data, f"{near}/news.en.heldout-0000{k}-of-00050") for k in (1, 0))
-    return [Texts(f"{signature(part)} lines", _lines(part)) for part in (files, [valid], [test])]
-
-
-def _lines(files: Sequence[Path]) -> Callable[[], Iterable[Document]]:
-    return lambda: ([line] for file in files for _, line in read_lines(file) if line.strip())
-
-
-def wiki_40b(data: Path | None) -> list[Texts]:
-    """The articles of the three official parts."""
-    parts = [WIKI40B.find(data, f"en.{part}.jsonl") for part in ("train", "validation", "test")]
-    return [Texts(f"{signature([part])} articles", _articles(part)) for part in parts]
-
-
-def _articles(file: Path) -> Callable[[], Iterable[Document]]:
-    return lambda: ([article(f"{file}, line {number}", line)] for number, line in read_lines(file) if line.strip())
-
-
-def article(where: str, line: str) -> str:
-    """The text of a JSON object {"text": …} without the marks of the release: _NEWLINE_ becomes a line end; those of
-    articles, sections and paragraphs, each on a line of its own, are left out.
-    """
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: a JSON object with the key text is expected, not {line[:60]!r}") from error
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: text must be a string, not {text!r:.60}")
-    lines = [each for each in text.split("\n") if each.strip() and each.strip() not in MARKS]
-    return "\n".join(lines).replace("_NEWLINE_", "\n")
 
 
 def sample(documents: Iterable[Document]) -> list[str]:

@@ -8,7 +8,7 @@ themselves. Packed files are unpacked once into a cache, and texts are mapped, n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,23 +18,11 @@ import torch
 from torch import Tensor
 
 from subquad.core.options import option
-from subquad.data.cache import mapped, pieces
+from subquad.data.cache import mapped
+from subquad.data.corpora import ENWIK8, PG19, SHAKESPEARE, read_books, read_enwik8, read_text
 from subquad.data.datasets import split_90_5_5
-from subquad.data.files import OPENERS, Source, members
 from subquad.tasks.base import Example
 from subquad.tasks.language import Language, LanguageRecipe, Texts, after
-
-ENWIK8 = Source("enwik8", "enwik8.zip, packed or unpacked to enwik8", "http://mattmahoney.net/dc/textdata.html")
-PG19 = Source(
-    "pg19",
-    "PG-19, its folders train, validation and test, or a tar of some of its books, books.tar",
-    "https://github.com/google-deepmind/pg19",
-)
-SHAKESPEARE = Source(
-    "shakespeare",
-    "input.txt of tiny shakespeare",
-    "https://github.com/karpathy/char-rnn/tree/master/data/tinyshakespeare",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +70,9 @@ class Bytes(Language):
         """The official folders, or one archive of books that is cut."""
         path = PG19.find(self.data, "train", "books.tar")
         if path.name != "train":
-            return split_90_5_5(mapped(path, books))
+            return split_90_5_5(mapped(path, read_books))
         valid, test = (PG19.find(self.data, part) for part in ("validation", "test"))
-        return mapped(path, books), mapped(valid, books), mapped(test, books)
+        return mapped(path, read_books), mapped(valid, read_books), mapped(test, read_books)
 
     def bounds(self, text: np.ndarray) -> np.ndarray:
         """A document ends with a blank line: a speech, a paragraph."""
@@ -110,29 +98,3 @@ class Bytes(Language):
     def answer(self, logits: Tensor) -> str:
         """The likeliest next byte after the text, logits (n, 256)."""
         return self.decode([int(logits[-1].argmax(-1))])
-
-
-def read_text(path: Path) -> np.ndarray:
-    """Any file as bytes (N,), plain, packed, or the files of a zip one after another."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} not found" if not path.exists() else f"{path} is a folder, not a text file")
-    if path.suffix == ".zip":
-        return mapped(path, contents)
-    return mapped(path, pieces if path.suffix in OPENERS else None)
-
-
-def read_enwik8(path: Path) -> Texts:
-    text = read_text(path)
-    if len(text) != 100_000_000:
-        raise ValueError(f"{path} has {len(text):,} bytes; enwik8 has 100,000,000: get it again from {ENWIK8.origin}")
-    return text[:90_000_000], text[90_000_000:95_000_000], text[95_000_000:]
-
-
-def contents(path: Path) -> Iterator[bytes]:
-    """The files of an archive, one after another."""
-    return (content for _, content in members(path))
-
-
-def books(path: Path) -> Iterator[bytes]:
-    """The text files of a folder or an archive, one after another."""
-    return (content for _, content in members(path, lambda name: name.endswith(".txt")))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -22,19 +21,13 @@ from torch import Tensor
 
 from subquad.core.options import option
 from subquad.data.datasets import Examples, with_validation
-from subquad.data.files import Source
+from subquad.data.pictures import CIFAR10, IMAGENET64, pixels, planes_file, read_cifar10
 from subquad.tasks import scores
 from subquad.tasks.base import Splits, Task
-from subquad.tasks.image import CIFAR10, pixels, read_cifar10
 from subquad.tasks.recipe import Recipe
 
 VALUES, START = 256, 256
 SIDES = {"cifar10": 32, "imagenet64": 64}
-IMAGENET64 = Source(
-    "imagenet64",
-    "downsampled ImageNet 64 × 64 as arrays: train_data_batch_1.npz … _10.npz, val_data.npz (keys data, labels)",
-    "the downsampled ImageNet page of Chrabaszcz et al.",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +127,3 @@ class Counter:
 
     def end(self) -> None:
         """Nothing is left to do."""
-
-
-def planes_file(path: Path) -> np.ndarray:
-    """(N, 12288) with R, G, B of a pixel side by side, from an array file of planes."""
-    try:
-        with np.load(path) as arrays:
-            planes = arrays["data"]
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; get it again") from error
-    if planes.ndim != 2 or planes.shape[1] != 3 * 64 * 64 or planes.dtype != np.uint8:
-        raise ValueError(f"{path}: data must be uint8 (N, 12288), not {planes.dtype} {planes.shape}")
-    return pixels(planes.reshape(len(planes), 3, -1), "rgb")

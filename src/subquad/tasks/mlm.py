@@ -9,26 +9,23 @@ next-sentence loss: none of the papers here reports one.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path, PurePosixPath
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.core.options import option
 from subquad.data import subwords
-from subquad.data.corpus import Corpus, signature, tokenised
+from subquad.data.corpus import Corpus, tokenised
 from subquad.data.datasets import split_90_5_5
-from subquad.data.files import Source, decoded, members, read_lines
+from subquad.data.documents import WIKITEXT, read_path, read_wikitext
 from subquad.data.subwords import SPECIALS, cached_tokenizer, framed
 from subquad.tasks.base import IGNORED, Example, Splits
 from subquad.tasks.recipe import Recipe
@@ -39,11 +36,6 @@ COPIES = 10  # different masks of a training example, as many as BERT made
 SAMPLE = 50_000  # sentences that the tokenizer is trained on
 SPECIAL = len(SPECIALS)  # ids below are specials
 MASKED = SPECIALS.index(subwords.MASK)
-SENTENCE = re.compile(r"(?<=[.!?])\s+")
-TITLE = re.compile(r" = [^=].*[^=] = $")
-WIKITEXT = Source(
-    "wikitext-2", "wikitext-2-raw-v1.zip or wikitext-2-v1.zip", "the WikiText page of Salesforce Research (S. Merity)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +91,10 @@ class Mlm(TokenizedTask):
         texts = read_wikitext(self.data) if r.path is None else [read_path(Path(r.path))]
         if not self.has_tokenizer:
             self.tokenizer = cached_tokenizer(sample(texts[0].documents()), r.subwords, lowercase=True)
-        parts = [(corpus, windows(corpus, r.length - 3)) for corpus in (text.tokens(self.tokenizer) for text in texts)]
+        parts = [
+            (corpus, windows(corpus, r.length - 3))
+            for corpus in (tokenised(text.source, text.documents, self.tokenizer) for text in texts)
+        ]
         if r.path is not None:
             parts = cut(*parts[0], r.path)
         for word, (_, places) in zip(("training", "validation", "test"), parts, strict=True):
@@ -196,72 +191,6 @@ def cut(corpus: Corpus, places: np.ndarray, path: str) -> list[tuple[Corpus, np.
     return [(corpus, part) for part in parts]
 
 
-# ---- texts ----------------------------------------------------------------------------------------------------
-
-
-class Text:
-    """Documents, each read when it is asked for. `source` names the content in the cache."""
-
-    def __init__(self, source: str, documents: Any) -> None:
-        self.source, self.documents = source, documents
-
-    def tokens(self, tokenizer: Tokenizer) -> Corpus:
-        return tokenised(self.source, self.documents, tokenizer)
-
-
 def sample(documents: Iterable[Iterable[str]]) -> list[str]:
     """The first sentences, for the tokenizer."""
-    found: list[str] = []
-    for document in documents:
-        for sentence in document:
-            found.append(sentence)
-            if len(found) == SAMPLE:
-                return found
-    return found
-
-
-def sentences(lines: Iterable[str]) -> Iterator[str]:
-    """Lines cut where a full stop, a question or an exclamation mark is followed by a blank."""
-    for line in lines:
-        yield from (piece for piece in SENTENCE.split(line.strip()) if piece)
-
-
-def read_wikitext(data: Path | None) -> list[Text]:
-    """Training, validation and test text, raw or in tokens; an article is a document."""
-    path = WIKITEXT.find(data, "wikitext-2-raw-v1.zip", "wikitext-2-raw", "wikitext-2-v1.zip", "wikitext-2")
-    found = {PurePosixPath(name).stem: (name, content) for name, content in members(path)}
-    for part in ("train", "valid", "test"):
-        if f"wiki.{part}" not in found:
-            raise ValueError(f"{path} holds no wiki.{part}.raw or .tokens; get {WIKITEXT.what} from {WIKITEXT.origin}")
-    return [_wikitext(path, *found[f"wiki.{part}"]) for part in ("train", "valid", "test")]
-
-
-def _wikitext(path: Path, name: str, content: bytes) -> Text:
-    def documents() -> Iterator[Iterable[str]]:
-        lines: list[str] = []
-        blank = True  # a title stands after a blank line
-        for _, line in decoded(f"{path}: {name}", BytesIO(content)):
-            if lines and blank and TITLE.match(line):
-                yield sentences(lines)
-                lines = []
-            blank = not line.strip()
-            lines += [] if blank else [plain(line)]
-        if lines:
-            yield sentences(lines)
-
-    return Text(f"{hashlib.sha256(content).hexdigest()} articles", documents)
-
-
-def plain(line: str) -> str:
-    """WikiText's marks undone: « @-@ » is a hyphen inside a word, <unk> the unknown token."""
-    return re.sub(r" @([-,.])@ ", r"\1", line).replace("<unk>", subwords.UNK)
-
-
-def read_path(path: Path) -> Text:
-    """A text file, or the .txt files of a folder; every file is a document."""
-    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-    if not files or not path.exists():
-        raise FileNotFoundError(f"{path} not found" if not path.exists() else f"{path} holds no .txt file")
-    return Text(
-        f"{signature(files)} files", lambda: (sentences(line for _, line in read_lines(file)) for file in files)
-    )
+    return list(islice(chain.from_iterable(documents), SAMPLE))

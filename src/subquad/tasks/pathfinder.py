@@ -18,8 +18,6 @@ empty does not count (the release has one). The split is drawn once for all seed
 from __future__ import annotations
 
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +27,8 @@ from torch.utils.data import Dataset
 
 from subquad.core.options import option
 from subquad.data.datasets import Examples
-from subquad.data.files import Source, read_lines
+from subquad.data.files import Source
+from subquad.data.pictures import pathfinder_rows, read_picture
 from subquad.tasks.arena import CST, ArenaTask
 from subquad.tasks.base import Example, Splits
 from subquad.tasks.contours import picture
@@ -92,7 +91,7 @@ class Pathfinder(ArenaTask):
     def _read(self) -> Splits:
         r = self.recipe
         name = "curv_baseline" if r.contour == 6 else f"curv_contour_length_{r.contour}"
-        rows = read_rows(SOURCE.find(self.data, f"pathfinder{r.size}/{name}", name))
+        rows = pathfinder_rows(SOURCE.find(self.data, f"pathfinder{r.size}/{name}", name))
         rows = [rows[index] for index in np.random.default_rng(0).permutation(len(rows))]
         cuts = (0, len(rows) * 8 // 10, len(rows) * 9 // 10, len(rows))
         parts = []
@@ -133,45 +132,3 @@ class GeneratedPictures(Dataset):
             self.known[index] = True
         ids = torch.from_numpy(self.pixels[index].astype(np.int64))  # (size²,)
         return {"input_ids": ids, "labels": torch.tensor(joined)}
-
-
-# ---- official folders ----
-
-
-def read_rows(folder: Path) -> list[tuple[Path, str, int]]:
-    """(picture file, where it is named, label) of all rows of the metadata, in the order of the files' numbers."""
-    files = sorted(folder.glob("metadata/*.npy"), key=lambda file: (len(file.stem), file.stem))
-    rows = []
-    for file in files:
-        for number, line in read_lines(file):
-            where, columns = f"{file}, line {number}", line.split()
-            if not columns:
-                continue
-            if len(columns) < 4:
-                raise ValueError(f"{where}: {len(columns)} columns, expected folder, file, number, label …")
-            if columns[3] not in ("0", "1"):
-                raise ValueError(f"{where}: label {columns[3]!r}, expected 0 or 1")
-            path = folder / columns[0] / columns[1]
-            if not path.is_file():
-                raise ValueError(f"{where}: the picture {path} does not exist")
-            if path.stat().st_size:
-                rows.append((path, where, int(columns[3])))
-    if len(rows) < 10:
-        raise ValueError(f"{folder} names {len(rows)} pictures in metadata/*.npy; a split needs 10 at least")
-    return rows
-
-
-def read_picture(path: Path, where: str, size: int) -> np.ndarray:
-    """The grey values of a PNG, row by row: (size²,) uint8."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(BytesIO(path.read_bytes())) as image:
-            pixels = np.asarray(image.convert("L"))
-    except (OSError, SyntaxError, UnidentifiedImageError) as error:  # Pillow's word for a broken PNG is SyntaxError
-        raise ValueError(f"{where}: the picture {path} cannot be read: {error}; get it again") from error
-    if pixels.shape != (size, size):
-        raise ValueError(
-            f"{where}: the picture {path} has {pixels.shape[1]}×{pixels.shape[0]} pixels, not {size}×{size}"
-        )
-    return pixels.ravel()

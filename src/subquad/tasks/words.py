@@ -8,11 +8,10 @@ the published tokens counted. The vocabulary is that of the training text, and <
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,33 +19,13 @@ import torch
 from torch import Tensor
 
 from subquad.core.options import option
-from subquad.data.datasets import split_90_5_5
-from subquad.data.files import Source, decoded, members, read_lines
+from subquad.data.corpora import CORPORA, END, read_corpus, read_file
+from subquad.data.files import read_lines
 from subquad.tasks.base import Example
 from subquad.tasks.language import Language, LanguageRecipe, Texts, after
 
-UNKNOWN, END = "<unk>", "<eos>"
+UNKNOWN = "<unk>"
 SAVED = "vocabulary.txt"  # beside a trained model, one word a line
-MERITY = "the WikiText page of Salesforce Research (S. Merity)"
-
-# source → what to get, the names of its three files, where they may be: archives, folders, the files themselves
-CORPORA = {
-    "wikitext-2": (
-        Source("wikitext-2", "wikitext-2-v1.zip, packed or unpacked to wikitext-2/", MERITY),
-        ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
-        ("wikitext-2-v1.zip", "wikitext-2", "wiki.train.tokens"),
-    ),
-    "wikitext-103": (
-        Source("wikitext-103", "wikitext-103-v1.zip, packed or unpacked to wikitext-103/", MERITY),
-        ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
-        ("wikitext-103-v1.zip", "wikitext-103", "wiki.train.tokens", "wikitext-103-valid-test.zip"),
-    ),
-    "ptb": (
-        Source("ptb", "simple-examples.tgz, or of it ptb.{train,valid,test}.txt", "the RNNLM page of Tomáš Mikolov"),
-        ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),
-        ("ptb.zip", "simple-examples.tgz", "simple-examples", "ptb.train.txt"),
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,40 +107,3 @@ class Words(Language):
     def answer(self, logits: Tensor) -> str:
         """The likeliest next word after the text, logits (n, V)."""
         return self.words[int(logits[-1].argmax(-1))]
-
-
-class Lines:
-    """A text as its lines, each a list of words that ends in <eos>; can be read again and again."""
-
-    def __init__(self, name: str, content: bytes) -> None:
-        if not content.strip():
-            raise ValueError(f"{name} is empty")
-        self.name, self.content = name, content
-
-    def __iter__(self) -> Iterator[list[str]]:
-        return ([*line.split(), END] for _, line in decoded(self.name, BytesIO(self.content)))
-
-
-def read_corpus(source: str, data: Path | None) -> list[Lines]:
-    """Training, validation and test text of a public data set."""
-    where, files, places = CORPORA[source]
-    path = where.find(data, *places)
-    path = path.parent if path.name == files[0] else path  # unpacked without a folder of its own
-    found = {PurePosixPath(name).name: Lines(f"{path}: {name}", content)
-             for name, content in members(path, lambda name: PurePosixPath(name).name in files)}  # fmt: skip
-    for part, file in zip(("training", "validation", "test"), files, strict=True):
-        if file not in found:
-            raise ValueError(
-                f"{path} holds no {file}: the {part} text of {source} is missing; get {where.what} from {where.origin} "
-                f"and put it in {path.parent}"
-            )
-    return [found[file] for file in files]
-
-
-def read_file(path: Path) -> list[Sequence[list[str]]]:
-    """Any text file, split by lines."""
-    lines = [[*line.split(), END] for _, line in read_lines(path)]
-    parts = split_90_5_5(lines)
-    if not all(parts):
-        raise ValueError(f"{path} has {len(lines)} lines, too few to be split into 90/5/5 % by lines")
-    return list(parts)

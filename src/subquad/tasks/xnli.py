@@ -16,7 +16,8 @@ import numpy as np
 
 from subquad.core.options import option
 from subquad.data.files import Source, members, read_bytes
-from subquad.tasks.glue import Columns, Glue, GlueRecipe, Row, read_rows, recipes
+from subquad.data.tables import Columns, Row, read_rows
+from subquad.tasks.glue import Glue, GlueRecipe, recipes
 
 LABELS = ("entailment", "neutral", "contradiction")
 LANGUAGES = ("ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh")

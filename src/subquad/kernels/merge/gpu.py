@@ -201,12 +201,12 @@ def _query_tables(q, keys, values, support, which, n, lengths, shape: Shape) -> 
         about = f"the plan {which} of {support} for {length} tokens"
         check(q, keys, values, plan_of(support, length, which), about)
     made = [_made(support, which, length, -1, sources, shape.queries, shape.keys) for length in sizes]
-    return _on_device(made, sources, q.device)
+    return _on_device(made, q.device)
 
 
 def _key_tables(support, which, n, lengths, source, count, size, width, device) -> list[Tables]:
     made = [_made(support, which, length, source, count, size, width) for length in _sizes(lengths, n)]
-    return _on_device(made, 1, device)
+    return _on_device(made, device)
 
 
 def _sizes(lengths: Tensor | None, n: int) -> list[int]:
@@ -251,7 +251,7 @@ def _arrays(one: schedule.Pass) -> _Made:
     return _Made(tiles, starts, np.array(rows, np.int32).reshape(-1, rectangles.FIELDS))
 
 
-def _on_device(made: list[dict[int, _Made]], sources: int, device: torch.device) -> list[Tables]:
+def _on_device(made: list[dict[int, _Made]], device: torch.device) -> list[Tables]:
     """The passes of a batch, one table each: those of batch element after batch element."""
     found = []
     for unit in sorted({unit for one in made for unit in one}):
