@@ -272,7 +272,7 @@ def calibrate(
     ] = False,
     times: Annotated[bool, typer.Option("--time/--no-time", help="Measure times, which needs an idle machine.")] = True,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Measure all times so often, minutes apart, and keep the best.")
+        int, typer.Option(min=1, help="Measure everything this many times, minutes apart, and keep the shortest times.")
     ] = 2,
     minutes: Annotated[
         float, typer.Option(min=0, help="Stop after about this many minutes.", show_default=False)

@@ -26,7 +26,7 @@ def start(
         raise ValueError(f"{name}: streaming needs causal=True, the mechanism was made with causal=False")
     if module.open_size:
         raise ValueError(
-            f"{name}: streaming needs sizes that do not follow the length of a call: give {module.open_size} or "
+            f"{name}: streaming needs sizes that do not depend on the length of a call: pass {module.open_size} or "
             "max_length when the mechanism is made"
         )
     for label, value, smallest in (("batch_size", batch_size, 1), ("rollback", rollback, 0)):
