@@ -351,8 +351,11 @@ def test_predicting_and_generating(tmp_path):
     (tmp_path / "model" / checkpoints.DIGESTS).unlink()
     with pytest.raises(ValueError, match="the model cannot be read"):
         use.load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="does not contain a model"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         use.load(tmp_path / "nowhere")
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="does not contain a model"):
+        use.load(empty)
 
 
 def test_predict_goes_on_past_lines_it_cannot_read(tmp_path):
@@ -594,7 +597,7 @@ def test_children_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
     "call, message",
     [
         (lambda: task(3), "the name of the task must be a string, not 3"),
-        (lambda: task("needle", 3), "the name of the recipe of needle must be a string, not 3"),
+        (lambda: task("needle", 3), "the name of the recipe must be a string, not 3"),
         (lambda: task("needle", step=5), "needle has no option 'step'; did you mean steps"),
         (lambda: task("needle", settings="steps=5"), r"""settings must be a list of texts such as \["steps=100"\]"""),
         (

@@ -48,7 +48,7 @@ def check_lengths(attention: Any, n: int, m: int) -> None:
         raise ValueError(f"sequences must have at least one token: q has length {n}, k has {m}")
     if n != m and not attention.capabilities.cross:
         raise ValueError(
-            f"{attention.name}: q has length {n} and k has length {m}; cross-attention has no meaning here, "
+            f"{attention.name}: q has length {n} and k has length {m}; cross-attention is not defined for it, "
             "the lengths must be equal"
         )
     if n != m and attention.options.causal:

@@ -216,8 +216,9 @@ class GivenSets:
     def __call__(self, n: int) -> Tensor:
         masks = as_masks(self.sets(n)) if self.fixed is None else self.fixed
         if masks.shape != (self.families, n, n):
-            given = f"{masks.shape[0]} families of length {masks.shape[1]}"
-            raise ValueError(f"pattern: sets give {given}, the sequence has length {n} and {self.families} families")
+            have = {"length": (masks.shape[1], n), "number of families": (masks.shape[0], self.families)}
+            wrong = [f"{what} {given}, not {right}" for what, (given, right) in have.items() if given != right]
+            raise ValueError(f"pattern: sets for a sequence of length {n} have {' and '.join(wrong)}")
         return masks
 
 

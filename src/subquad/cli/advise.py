@@ -240,7 +240,7 @@ def remarks(advice: Advice, rows: list[Row]) -> list[str]:
         scores = f"{results.metric} on {results.task} ({model}), the nearest task with results"
         starred = any(row.score is not None and row.score.spec != row.spec for row in rows)
         lines.append(f"quality: {scores}{'; *: with other options' if starred else ''}")
-    unshown = [row.spec for row in advice.fitting if row not in rows]
+    unshown = [row.spec for row in advice.fitting if row not in rows and row.spec != "full"]  # full is a row
     if unshown and advice.fitting:
         lines.append(f"fit as well (--all shows them): {', '.join(unshown)}")
     large = [f"{row.spec} (up to n = {row.longest:,})" for row in advice.rows if not row.fits]
