@@ -339,7 +339,7 @@ def test_predicting_and_generating(tmp_path):
     model, made = use.load(tmp_path)
     answers = list(use.predict(model, made, ["[MAX 2 9 [MIN 4 7 ] 0 ]", "", "7"]))
     assert answers[1] == "" and all(answer in "0123456789" for answer in answers)
-    with pytest.raises(ValueError, match="'\\[SUM' is no token of ListOps"):
+    with pytest.raises(ValueError, match="'\\[SUM' is not a token of ListOps"):
         list(use.predict(model, made, ["[SUM 1 2 ]"]))
     with pytest.raises(ValueError, match="line 1: the input has 65 tokens, beyond the model's 64"):
         list(use.predict(model, made, ["[MAX " + "1 " * 63 + "]"]))

@@ -163,7 +163,7 @@ class CombinerAxial(Combiner):
 
     Causal: the row up to i, the column above, columns and rows above. "Combiner-Axial" in the paper's tables is
     rowmajor (Figure 1F). A summary of vertical and horizontal is pooled from its members. In rowmajor nothing is
-    pooled: with q at (row, own column) as local query, p(j|Ω) = softmax_j(q·k_j), the summary's key is Σ_j p(j|Ω) k_j,
+    pooled: with q at (row, i's column) as local query, p(j|Ω) = softmax_j(q·k_j), the summary's key is Σ_j p(j|Ω) k_j,
     and DeepSets act on that q and these k_j; so max and mean are the same there. A local query that does not exist
     (padding, or a last row too short) is 0. `split` gives horizontal two groups per row, left and right of i's
     column. `summary=proj` (rowmajor) makes the summary's key from its value and the token that asks, as the authors'
