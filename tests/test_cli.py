@@ -226,6 +226,9 @@ def test_numbers_are_written_for_people():
         ("prove star --n 400", "the grid has n/δ^(dn) = about 10^123 columns, and at most 4,000 can be verified"),
         ("show xyzzy", "unknown attention 'xyzzy' (`subquad list` shows all"),
         ("show fixd", "(`subquad list` shows all"),
+        ("reproduce xyzzy", "unknown table or figure 'xyzzy' (`subquad reproduce` shows all"),
+        ("eval nowhere", "the folder nowhere does not exist"),
+        ("train needle --recipe big", "unknown recipe 'big' (available: small"),
         ("tasks xyzzy", "unknown task 'xyzzy' (`subquad tasks` shows all"),
         ("train needle --recipe big", "(available: "),
         ("train needle --set batch=0", "needle: batch must be an integer ≥ 1, not 0"),
@@ -576,6 +579,12 @@ def test_modules_of_ones_own_are_imported(run, tmp_path, monkeypatch):
         subquad.unregister("of-my-own")
         tasks._TASKS.pop("own-task", None)
         sys.modules.pop("my_own_module", None)
+
+
+def test_the_recipes_of_a_task_come_with_what_it_is(run):
+    said = run("tasks needle").stdout
+    assert said.startswith("needle: answer questions about facts scattered in a long text")
+    assert "metric: accuracy; data: generated" in said and "peak learning rate" in said
 
 
 @pytest.mark.parametrize("command", ["list", "tasks"])

@@ -273,7 +273,7 @@ def test_wrong_requests_are_answered_in_one_line(tmp_path, a_run):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "long.txt").write_text("x" * 65)
     wrong = {
-        (tmp_path / "nowhere", "--text", text): "does not contain a model",
+        (tmp_path / "nowhere", "--text", text): "nowhere does not exist",
         (a_run, "--text", tmp_path / "long.txt"): "has 65 tokens, and the model reads at most 64",
         (a_run, "--text", tmp_path / "latin.txt"): "is not UTF-8",
         (a_run, "--text", tmp_path / "empty.txt"): "is empty",

@@ -336,7 +336,7 @@ def test_float_masks_are_part_of_a_compiled_graph():
         ),
         ({"is_causal": True}, r"subquad\.attention\('local', …, causal=True\)"),
         ({"key_padding_mask": None}, "True is a real token: key_mask=~key_padding_mask"),
-        ({"dropout_p": 0.1}, "decided when the mechanism is made: .*dropout=0.1"),
+        ({"dropout_p": 0.1}, "decided when the mechanism is created: .*dropout=0.1"),
         ({"keymask": None}, "a call takes q, k, v, key_mask and seed"),
     ],
 )

@@ -217,3 +217,9 @@ def test_several_mechanisms_compile_into_one_graph():
         grads = (torch.autograd.grad(f(x).square().sum(), x) for f in (compiled, run))
         torch.testing.assert_close(*grads)
     torch._dynamo.reset()
+
+
+def test_sets_of_another_length_are_refused_by_name():
+    attention = subquad.attention("pattern", num_heads=1, head_dim=2, sets=[[0], [1]])
+    with pytest.raises(ValueError, match=r"sets for a sequence of length 3 have length 2, not 3$"):
+        attention(*torch.randn(3, 1, 1, 3, 2))

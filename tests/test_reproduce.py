@@ -292,7 +292,7 @@ def test_the_command_lists_everything():
     [
         ("combiner-tabel-1", "unknown table or figure 'combiner-tabel-1'; did you mean combiner-table-1"),
         ("combiner-table-4", "not reproducible at this size: it is about the absolute number"),
-        ("sbm-table-7", "has nothing to run: they are the recipes"),
+        ("sbm-table-7", "has nothing to run (hyperparameters): they are the recipes"),
         ("sbm-figure-4 --recipe tiny", "--recipe must be one of small, paper, not 'tiny'"),
         ("sbm-figure-4 --method Mamba", "sbm-figure-4 has no method 'Mamba'; it has Full-attention"),
         ("sbm-figure-4 --column speed", "sbm-figure-4 has no column 'speed'; it has accuracy"),

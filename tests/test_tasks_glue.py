@@ -94,7 +94,7 @@ def test_quirks_of_the_files() -> None:
             "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tyes\n",
             "line 2: label 'yes' is not one of entailment",
         ),
-        ("stsb", "sentence1\tsentence2\tscore\na\tb\thigh\n", "line 2: score 'high' is no number"),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\thigh\n", "line 2: score 'high' is not a number"),
         ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.1\n", r"line 2: score 5\.1 is not between 0 and 5"),
         ("sst2", b"sentence\tlabel\nb\xffd\t1\n", "file, line 2: not UTF-8"),
     ],

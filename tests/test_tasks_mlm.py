@@ -73,7 +73,7 @@ def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path: Path) -> None:
     save(tokenizer, tmp_path)
     assert load(tmp_path).to_str() == tokenizer.to_str()
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
         load(tmp_path)
     with pytest.raises(FileNotFoundError, match="saved tokenizer"):
         load(tmp_path / "none")

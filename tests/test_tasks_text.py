@@ -169,7 +169,7 @@ def test_cifar10_pixels():
 
 @pytest.mark.parametrize("content, message", [
     (b"", "has 0 bytes"),
-    (cifar_batch(1)[:-1], r"data_batch_1\.bin has 15364 bytes, which is no multiple of a record of 3073"),
+    (cifar_batch(1)[:-1], r"data_batch_1\.bin has 15364 bytes, which is not a multiple of a record of 3073"),
     (cifar_batch(1)[:RECORD] + b"\x0a" + cifar_batch(1)[1:RECORD], "record 1: label 10 is out of range: 0 to 9"),
 ])  # fmt: skip
 def test_cifar10_bad_batches(tmp_path, content, message):
@@ -241,8 +241,8 @@ def test_mnist_reads_and_predicts(tmp_path):
 
 @pytest.mark.parametrize("name, change, message", [
     ("train-images-idx3-ubyte", lambda raw: b"\0\0\x08\x01" + raw[4:], "its magic number is 2049, not 2051"),
-    ("train-images-idx3-ubyte", lambda raw: raw[:10], "is no IDX file"),
-    ("train-images-idx3-ubyte", lambda raw: b"", "is no IDX file"),
+    ("train-images-idx3-ubyte", lambda raw: raw[:10], "is not an IDX file"),
+    ("train-images-idx3-ubyte", lambda raw: b"", "is not an IDX file"),
     ("train-images-idx3-ubyte", lambda raw: raw[:-1], r"8×28×28 values and has 6271; get it again"),
     ("train-images-idx3-ubyte", lambda raw: idx(np.zeros((8, 14, 56), np.uint8)), "pictures of 14×56 pixels"),
     ("t10k-labels-idx1-ubyte", lambda raw: idx(np.zeros(7, np.uint8)), "8 pictures and .* 7 labels"),

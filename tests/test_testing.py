@@ -260,6 +260,19 @@ class LongLeakInBoth(LongLeak):
     both = True
 
 
+class LeakInWholeBlocks(LongLeak):
+    """Forgets that it is causal where the length is a multiple of 64."""
+
+    def forgetful(self, q, k, wrong=True):
+        if not wrong or q.shape[2] % 64:
+            return PaddingLeak.forgetful(self, q, k)
+        return q @ k.mT * self.options.softmax_scale
+
+
+class LeakInWholeBlocksOfBoth(LeakInWholeBlocks):
+    both = True
+
+
 class WrongAbove100(LongLeak):
     wrong_in, wrong_value = 100, True
 
@@ -269,7 +282,9 @@ def test_what_goes_wrong_in_long_sequences_only_is_found(registered):
     for mechanism, message in (
         (LongLeak, "causal, long_equals_dense: .*value at n=401"),
         (LongLeakInBoth, "causal, long_is_causal: .*n=1000: tokens from 1 on change output 0"),
-        (WrongAbove100, "long_equals_dense: .*value at n=257"),
+        (LeakInWholeBlocks, "causal, long_equals_dense: .*value at n=256"),
+        (LeakInWholeBlocksOfBoth, "causal, long_is_causal: .*n=256: tokens from 1 on change output 0"),
+        (WrongAbove100, "long_equals_dense: .*value at n=256"),
     ):
         name = registered(mechanism)
         check_attention(name, only=["fast_equals_dense", "causal_by_value_and_gradient"])

@@ -353,7 +353,7 @@ def test_predicting_and_generating(tmp_path):
     model, made = use.load(tmp_path)
     answers = list(use.predict(model, made, ["[MAX 2 9 [MIN 4 7 ] 0 ]", "", "7"]))
     assert answers[1] == "" and all(answer in "0123456789" for answer in answers)
-    with pytest.raises(ValueError, match="'\\[SUM' is no token of ListOps"):
+    with pytest.raises(ValueError, match="'\\[SUM' is not a token of ListOps"):
         list(use.predict(model, made, ["[SUM 1 2 ]"]))
     with pytest.raises(ValueError, match="line 1: the input has 65 tokens, beyond the model's 64"):
         list(use.predict(model, made, ["[MAX " + "1 " * 63 + "]"]))
@@ -365,8 +365,11 @@ def test_predicting_and_generating(tmp_path):
     (tmp_path / "model" / checkpoints.DIGESTS).unlink()
     with pytest.raises(ValueError, match="the model cannot be read"):
         use.load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="does not contain a model"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         use.load(tmp_path / "nowhere")
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="does not contain a model"):
+        use.load(empty)
 
 
 def test_predict_goes_on_past_lines_it_cannot_read(tmp_path):
@@ -608,7 +611,7 @@ def test_children_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
     "call, message",
     [
         (lambda: task(3), "the name of the task must be a string, not 3"),
-        (lambda: task("needle", 3), "the name of the recipe of needle must be a string, not 3"),
+        (lambda: task("needle", 3), "the name of the recipe must be a string, not 3"),
         (lambda: task("needle", step=5), "needle has no option 'step'; did you mean steps"),
         (lambda: task("needle", settings="steps=5"), r"""settings must be a list of texts such as \["steps=100"\]"""),
         (

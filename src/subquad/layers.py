@@ -73,8 +73,8 @@ class MultiheadAttention(nn.Module):
         y, _ = m(x, x, x, need_weights=False)
 
     Same arguments, same call, same state dict as torch's; with attention="full" the same outputs and gradients.
-    What it cannot honour raises: add_bias_kv, add_zero_attn, and an attn_mask other than the causal one (full
-    attention takes any). `key_padding_mask` is torch's: True = padding. `need_weights=True` (torch's default)
+    What it does not support raises an error: add_bias_kv, add_zero_attn, and an attn_mask other than the causal one
+    (full attention takes any). `key_padding_mask` is torch's: True = padding. `need_weights=True` (torch's default)
     returns the effective weights of this call, a matrix n × n: pass need_weights=False for long sequences.
 
     A packed batch is several sequences one after another in a row, none of which sees another: `cu_seqlens` (S + 1,),
@@ -110,7 +110,7 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         """The arguments before the star are torch's; `attention` is a name or a spec such as "combiner-fixed:span=64".
 
-        `causal`, `max_length`, `dropout` and `options` are handed to the mechanism; `num_kv_heads` divides num_heads.
+        `causal`, `max_length`, `dropout` and `options` are for the mechanism; `num_kv_heads` must divide num_heads.
         """
         super().__init__()
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

@@ -29,7 +29,8 @@ class Swapped(NamedTuple):
         off = f"\nnested tensors turned off (enable_nested_tensor=False): {encoders}" if encoders else ""
         return f"{layers}\n{new if self.new_parameters else 'no new parameters'}{left}{off}"
 
-    __repr__ = __str__  # what a notebook shows: the model itself would fill the screen
+    def __repr__(self) -> str:  # what a notebook shows: the model itself would fill the screen
+        return str(self)
 
 
 def swap(

@@ -74,8 +74,7 @@ def explanation(cls: type[Attention]) -> str:
     """Its docstring, where that has no formula its module's, and what it is built on: another mechanism is linked, a
     family without a page of its own is explained here.
     """
-    own, shared = cls.__doc__ or "", []
-    texts = [] if "see the module docstring" in own else [own]
+    texts, shared = [cls.__doc__ or ""], []
     if not any(has_formula(text) for text in texts):
         texts.append(sys.modules[cls.__module__].__doc__ or "")
     pages = {mechanism(name): name for name in available()}

@@ -155,7 +155,7 @@ class Points:
                 subject, _, quantity = key.partition(" | ")
                 for *shape, value in points:
                     if not (math.isfinite(value) and value >= 0):
-                        raise ValueError(f"{value!r} is no measurement")
+                        raise ValueError(f"{value!r} is not a measurement")
                     result.add(Subject.of(subject), quantity, Shape(*map(int, shape)), float(value))
             result.rounds = {Subject.of(key): int(count) for key, count in found.get("rounds", {}).items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -39,15 +39,15 @@ class Attention(nn.Module):
     """One attention mechanism, configured.
 
         y = a(q, k, v, key_mask=None)                   q (B, H, n, d), k and v (B, H or H/g, m, d) → (B, H, n, d)
-        y, record = a.observe(q, k, v, key_mask=None)   and what the call has to tell, a `Record`
+        y, record = a.observe(q, k, v, key_mask=None)   also a `Record` of the call
         w = a.weights(q, k, key_mask=None)              (B, H, n, m): the effective weights, from the definition
         state = a.start(batch_size)                     streaming, causal only: an empty state
         y, state = a.extend(q, k, v, state)             t ≥ 1 new tokens: any split gives what one call gives
 
-    `key_mask` is bool (B, m), True = a real token. A query with nothing to attend to gives 0. A row gives what it gives
-    alone: leading and trailing padding do not exist for a mechanism, which sees each row from its first real token on.
+    `key_mask` is bool (B, m), True = a real token. A query with nothing to attend to gives 0. A row of a padded batch
+    gives the same output as the row alone: leading and trailing padding is removed before a mechanism sees the row.
     A call is a function of its inputs, the parameters and `seed` (an integer or an int64 tensor without dimensions,
-    drawn from torch's global generator where it is not given): it writes no attribute. Fewer key and value heads than
+    drawn from torch's global generator if it is not given): it writes no attribute. Fewer key and value heads than
     query heads are grouped query attention: g query heads in a row share a key head.
 
     A mechanism writes `attend` (fast) and `define` (the dense definition the fast path is checked against), and
@@ -201,8 +201,8 @@ class Attention(nn.Module):
         """q (B, H, n, d), k and v (B, H or H/g, m, d) → (B, H, n, d).
 
         `key_mask` bool (B, m), True = a real token, is for padding; `seed` makes a random call repeatable. There is no
-        attn_mask and no is_causal: who attends to whom is the mechanism's to say, with causal=True when it is made.
-        Other arguments raise an error that names what to give instead.
+        attn_mask and no is_causal: the mechanism determines who attends to whom, and causal=True is given when it is
+        created. Other arguments raise an error that names what to pass instead.
         """
         check_inputs(self, q, k, v, key_mask)
         if self.across is not None:
@@ -250,8 +250,9 @@ class Attention(nn.Module):
     ) -> State:
         """An empty state for `batch_size` rows; device and dtype are those of the parameters unless given.
 
-        `seed` is that of the whole sequence, drawn where it is needed and not given. `rollback`: how many tokens
-        `state.crop` takes back without recomputation, at least; None keeps all tokens, and then it can take back any.
+        `seed` is that of the whole sequence; if one is needed and not given, it is drawn. `rollback` is the number of
+        tokens that `state.crop` can remove at least without recomputation; None keeps all tokens, so that any number
+        can be removed.
         """
         random = self.capabilities.stochastic or self.options.dropout > 0
         seed = draw_seed() if seed is None and random else checked_seed(seed)
@@ -260,11 +261,11 @@ class Attention(nn.Module):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """The output of t ≥ 1 new slots per row, (B, H, t, d), and the state that has them.
+        """The output of t ≥ 1 new slots per row, (B, H, t, d), and the state that includes them.
 
-        `key_mask` bool (B, t) is that of the new slots. Leading padding of a row does not exist; padding inside or
-        behind has a position and is no key. Any split of a sequence gives what one call with seed=state.seed gives at
-        its real tokens. The state that is handed in must not be used again: see `State`.
+        `key_mask` bool (B, t) is that of the new slots. Leading padding of a row is ignored; padding inside a row or at
+        its end has a position, but is not attended to. Any split of a sequence gives, at its real tokens, the same
+        output as one call with seed=state.seed. Do not use the state that was passed in again: see `State`.
         """
         check_inputs(self, q, k, v, key_mask)
         entrance.check_state(self, state, q)

@@ -35,13 +35,13 @@ def _check_heads(attention: Any, label: str, x: Tensor, key_heads: int) -> None:
     heads, width = attention.options.num_heads, attention.options.head_dim
     if label == "q" and x.shape[1] != heads:
         hint = "; q must be (B, H, n, d): q.transpose(1, 2) makes it so" if x.shape[2] == heads else ""
-        raise ValueError(f"q has {x.shape[1]} heads, the mechanism was made with num_heads={heads}{hint}")
+        raise ValueError(f"q has {x.shape[1]} heads, the mechanism was created with num_heads={heads}{hint}")
     if x.shape[1] < 1 or heads % x.shape[1]:
         raise ValueError(f"{label} has {x.shape[1]} heads: it must be a divisor of num_heads={heads}")
     if label == "v" and x.shape[1] != key_heads:
         raise ValueError(f"v has {x.shape[1]} heads, k has {key_heads}: they must be equal")
     if x.shape[3] != width:
-        raise ValueError(f"{label} has width {x.shape[3]}, the mechanism was made with head_dim={width}")
+        raise ValueError(f"{label} has width {x.shape[3]}, the mechanism was created with head_dim={width}")
 
 
 def check_lengths(attention: Any, n: int, m: int) -> None:
@@ -49,7 +49,7 @@ def check_lengths(attention: Any, n: int, m: int) -> None:
         raise ValueError(f"sequences must have at least one token: q has length {n}, k has {m}")
     if n != m and not attention.capabilities.cross:
         raise ValueError(
-            f"{attention.name}: q has length {n} and k has length {m}; cross-attention has no meaning here, "
+            f"{attention.name}: q has length {n} and k has length {m}; cross-attention is not defined for it, "
             "the lengths must be equal"
         )
     if n != m and attention.options.causal:
@@ -78,8 +78,8 @@ PADDING = "padding is given as key_mask, a bool tensor (B, m) in which True is a
 MADE = {"is_causal": "causal=True", "causal": "causal=True", "dropout_p": "dropout=0.1", "dropout": "dropout=0.1",
         "scale": "scale=0.125"}  # fmt: skip
 ELSEWHERE = {  # what torch and transformers call it → what to give here
-    "attn_mask": f"who attends to whom is decided by the mechanism, with causal=True when it is made; {PADDING}",
-    "mask": f"{PADDING}; who attends to whom is decided by the mechanism, with causal=True when it is made",
+    "attn_mask": f"who attends to whom is decided by the mechanism, with causal=True when it is created; {PADDING}",
+    "mask": f"{PADDING}; who attends to whom is decided by the mechanism, with causal=True when it is created",
     "key_padding_mask": f"{PADDING}: key_mask=~key_padding_mask",
     "attention_mask": f"{PADDING}: key_mask=attention_mask.bool()",
     "need_weights": "the weights are a call of their own, weights(q, k)",
@@ -96,7 +96,7 @@ def refuse_unknown_arguments(attention: Any, names: Iterable[str]) -> None:
         instead = ELSEWHERE.get(name, "a call takes q, k, v, key_mask and seed")
         if name in MADE:
             made = f"subquad.attention({attention.name!r}, …, {MADE[name]})"
-            instead = f"it is decided when the mechanism is made: {made}"
+            instead = f"it is decided when the mechanism is created: {made}"
         raise TypeError(f"{attention.name}: a call has no argument {name!r}; {instead}")
 
 

@@ -3,8 +3,8 @@
     mean (default)  A(x_i) = 1/M Σ_m A(x_i; ω_m)
     joint           one softmax over all plans' groups and the union of their direct sets, each token counted once
 
-Default: axial-vertical and axial-horizontal. `joint` is for the axial plans, whose direct sets are made of the own
-row and the own column; `joint=True, split=True` (causal) is the variant the authors published as code. Every
+Default: axial-vertical and axial-horizontal. `joint` is for the axial plans, whose direct sets are made of the
+query's row and column; `joint=True, split=True` (causal) is the variant the authors published as code. Every
 component has an abstraction of its own, `cols` holds for all axial ones; the others have the options they have alone
 by default, routing as many clusters as `max_length` asks for. Where components share their direct sets (vertical and
 horizontal) these are attended once; with dropout each component drops for itself.

@@ -1,6 +1,6 @@
 """Combiner's instantiations (Ren et al. 2021, section 4): each is a partition and the options that describe it.
 
-    combiner-fixed      4.1: one's own span token by token, every other span as one summary
+    combiner-fixed      4.1: a query sees the tokens of its own span, and every other span as one summary
     combiner-window     a sliding window and attention sinks token by token, every other span as one summary
     combiner-tree       the remark in 3.1: groups of groups
     combiner-logsparse  4.2 and appendix B: everything before i as O(log i) binary blocks
@@ -39,7 +39,7 @@ from subquad.supports.support import text_of
 
 
 class CombinerFixed(Combiner):
-    """Combiner-Fixed (Ren et al. 2021, section 4.1): one's own span token by token, every other span as one summary.
+    """Combiner-Fixed (Ren et al. 2021, section 4.1): the tokens of the query's span, every other span as one summary.
 
         Ω_i^0 = {j : ⌊j/s⌋ = ⌊i/s⌋}  (causal: j ≤ i)      groups: the other spans (causal: the earlier, complete ones)
         k_a, q_a = pools over span a                     v_a = Σ_{j in a} softmax_j(q_a·k_j·scale) v_j
@@ -92,8 +92,8 @@ class CombinerWindow(Combiner):
         abstraction: AnyKind = option("max", "how a group is summarised")  # type: ignore[assignment]
         sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
         window: int = option(256, "a query sees at least this many tokens directly, itself included", ge=1)
-        sinks: int = option(4, "that many first tokens are direct for everyone", ge=0)
-        shared_heads: int = option(1, "that many neighbouring heads ask for a summary together", ge=1)
+        sinks: int = option(4, "number of first tokens that every query sees directly", ge=0)
+        shared_heads: int = option(1, "number of neighbouring heads that ask for a summary together", ge=1)
 
     def kept_keys(self, n: int) -> float:
         return self.options.window + self.options.sinks + self.sized(n).span + n / self.sized(n).span
@@ -158,15 +158,15 @@ class CombinerLogsparse(Combiner):
 class CombinerAxial(Combiner):
     """Combiner-Axial (Ren et al. 2021, section 4.3 and appendix C): the sequence as a grid of rows × cols, row by row.
 
-        rowmajor    direct: own row; groups: every other row, asked by the token of that row in the own column
-        vertical    direct: own row and own column; groups: every other column without the own row's element
-        horizontal  direct: own row and own column; groups: every other row without the own column's element
+        rowmajor    direct: i's row; groups: every other row, asked by its token in i's column
+        vertical    direct: i's row and column; groups: every other column without its element in i's row
+        horizontal  direct: i's row and column; groups: every other row without its element in i's column
 
     Causal: the row up to i, the column above, columns and rows above. "Combiner-Axial" in the paper's tables is
     rowmajor (Figure 1F). A summary of vertical and horizontal is pooled from its members. In rowmajor nothing is
-    pooled: with q at (row, own column) as local query, p(j|Ω) = softmax_j(q·k_j), the summary's key is Σ_j p(j|Ω) k_j,
+    pooled: with q at (row, i's column) as local query, p(j|Ω) = softmax_j(q·k_j), the summary's key is Σ_j p(j|Ω) k_j,
     and DeepSets act on that q and these k_j; so max and mean are the same there. A local query that does not exist
-    (padding, or a last row too short) is 0. `split` gives horizontal two groups per row, left and right of the own
+    (padding, or a last row too short) is 0. `split` gives horizontal two groups per row, left and right of i's
     column. `summary=proj` (rowmajor) makes the summary's key from its value and the token that asks, as the authors'
     language models do: see `summaries.SummaryKeys`.
 
@@ -271,7 +271,7 @@ FEW = 4  # tokens of the plan that nested=True is checked with
 
 
 def eights(n: int) -> tuple[Sequence, Sequence]:
-    """An example of a plan: eight tokens directly, the other eights of the own 64, and the other 64s, as groups."""
+    """An example of a plan: eight tokens directly, the other eights of the same 64, and the other 64s, as groups."""
     spans = [range(a, min(a + 8, n)) for a in range(0, n, 8)]
     near = [[s for a, s in enumerate(spans) if a != i // 8 and a // 8 == i // 64] for i in range(n)]
     far = [[range(b, min(b + 64, n)) for b in range(0, n, 64) if b // 64 != i // 64] for i in range(n)]
@@ -295,13 +295,13 @@ class CombinerPlan(Combiner):
 
     `plan` is such a function of n, or a `supports.partitions.Partition` whose groups are plain sets. For every query
     the sets must be a partition of its support; with causal=True each keeps its positions ≤ i. Any plan is exact; the
-    cost is the plan's own, Σ terms + Σ members, over edge lists instead of blocks.
+    cost is that of the plan, Σ terms + Σ members, over edge lists instead of blocks.
 
     In a padded batch every row follows the plan of its own length. `nested=True` says that the sets of fewer tokens are
     those of more tokens, cut off: then all rows follow one plan, and a GPU, which knows the lengths, is not waited for.
     """
 
-    cost = "the plan's own"
+    cost = "that of the plan"
     exponent = 2.0
     grouped = False
     data_dependent = True

@@ -1,12 +1,12 @@
 """Combiner-Learnable (Ren et al. 2021, section 4.4 and appendix D): learned clusters in place of spans.
 
-    bidirectional (eq. 11)  direct: the own cluster;             groups: the other clusters
-    causal (eq. 12)         direct: the own cluster's tokens ≤ i; groups: the other clusters' tokens ≤ i
+    bidirectional (eq. 11)  direct: the query's cluster;              groups: the other clusters
+    causal (eq. 12)         direct: the query's cluster's tokens ≤ i; groups: the other clusters' tokens ≤ i
 
-Clusters and centroids are those of `routing`. One softmax runs over the tokens of the own cluster and a summary of each
-other one: key k_Ω and query q_Ω by the abstraction, value v_Ω = Σ_{j ∈ Ω} softmax_j(q_Ω·k_j·scale) v_j (eqs. 8-9).
+Clusters and centroids are those of `routing`. One softmax runs over the tokens of the query's cluster and a summary of
+each other one: key k_Ω and query q_Ω by the abstraction, value v_Ω = Σ_{j ∈ Ω} softmax_j(q_Ω·k_j·scale) v_j (eqs. 8-9).
 
-Tokens are sorted by cluster, in the order of time inside each: own clusters are diagonal blocks of the sorted sequence.
+Tokens are sorted by cluster, in the order of time inside each: clusters are diagonal blocks of the sorted sequence.
 Summaries stand at tokens: at token p the summary of p's cluster up to p. Their pools are one pass that carries the
 state of every cluster, their values attend to the same diagonal blocks. Query i reads each other cluster where its
 last token ≤ i (bidirectional: its last token) stands (`kernels.clusters`).
@@ -102,7 +102,7 @@ class CombinerRouting(Routing):
         return self.partition.summaries(n)
 
     def connections(self, n: int) -> float:
-        """The tokens of the own cluster, one summary for each other, and the tokens in the summaries."""
+        """The tokens of the query's cluster, one summary for each other, and the tokens in the summaries."""
         c = min(n, self.clusters)
         return 2 * super().connections(n) + n * (c - 1) / (2 if self.options.causal else 1)
 

@@ -340,7 +340,7 @@ class CompositeSlice(Attention):
         return found
 
     def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
-        """The slices of the finest scale; causal: those before the own one."""
+        """The slices of the finest scale; causal: those before the query's."""
         size, causal = self.options.slice_length, self.options.causal
         sets: list[Sequence[int]] = [range(first, min(n, first + size)) for first in range(0, n, size)]
         return sets, [list(range(i // size if causal else len(sets))) for i in range(n)]

@@ -69,7 +69,7 @@ class ShardComposer(Composer):
         return add_by_slice(x, coarse, size) if coarse.shape[1] > 1 else x + coarse[:, 0]
 
     def _coarser_shard(self, pooled: Tokens, project: Any, real, scale: int, cut: Cut, n: int) -> Tensor:
-        """What the next scale gives to the own slices, (b, m, 1, E); causal: what it gives to those before them."""
+        """What the next scale gives to the slices of this process, (b, m, 1, E); causal: to those before them."""
         size, causal, rank = self.options.slice_length, self.options.causal, self.shard.rank
         project = project if self.options.share_weights else self.attention.own[scale]
         blocks, m = in_blocks(cut, size), -(-n // size)

@@ -36,7 +36,7 @@ from subquad.kernels.runs import Runs, attend_runs
 
 
 class HTransformer(Attention):
-    """H-Transformer-1D; see the module docstring."""
+    __doc__ = __doc__
 
     family = "hierarchical"
     paper = "Zhu and Soricut 2021"

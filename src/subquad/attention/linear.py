@@ -61,7 +61,7 @@ class KernelAttention(Attention):
         return kernel_sums(a, b, v, scales, causal=self.options.causal)
 
     def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """The sums over the own keys, and those of the processes before (or of all), which travel as one matrix."""
+        """The sums over the keys of this process, and those of earlier (or all) processes, sent as one matrix."""
         shard, work, causal = call.shard, torch.promote_types(q.dtype, torch.float32), self.options.causal
         a, b, scales, ends = self._features(q, k, call)
         v = drop_keys(v, call).to(work)

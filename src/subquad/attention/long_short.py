@@ -36,7 +36,7 @@ from subquad.supports.support import text_of
 
 
 class LongShort(OutputAttention):
-    """The Long-Short Transformer's attention; see the module docstring."""
+    __doc__ = __doc__
 
     capabilities = Capabilities(weights=False)
     family = "low rank"
@@ -160,7 +160,7 @@ class LongShort(OutputAttention):
         return place < place[:, None]
 
     def summaries(self, n: int) -> tuple[list[Sequence[int]], list[list[int]]]:
-        """What is projected together: all tokens or, causal, the segments before the own one."""
+        """What is projected together: all tokens or, causal, the segments before the query's."""
         if not self.options.causal:
             return [range(n)], [[0] for _ in range(n)]
         size = self.options.segment

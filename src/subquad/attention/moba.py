@@ -2,7 +2,7 @@
 
     out_i = Σ_{j ∈ S_i} softmax(q_i·k_j·scale)_j v_j          O(n·topk·block) for the attention, n²/block for the gate
 
-    S_i = the own block up to i, and the topk - 1 earlier blocks b with the largest q_i·mean(k_j, j in b)
+    S_i = the query's block up to i, and the topk - 1 earlier blocks b with the largest q_i·mean(k_j, j in b)
 
 The gate has no gradient: who is chosen is not learned, except through the keys and queries themselves. It is causal
 only: a block that contains later tokens could be chosen by what they say.
@@ -58,7 +58,7 @@ class MoBA(Attention):
         return selected_attention(q, k, drop_keys(v, call), chosen, block=block, scale=scale, **about)
 
     def _choose(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        """The blocks beside the own one, int64 (B, H, n, t), -1 = none."""
+        """The blocks beside the query's, int64 (B, H, n, t), -1 = none."""
         n, size = q.shape[2], self.options.block
         work = torch.promote_types(q.dtype, torch.float32)
         means = span_pool(k.to(work), size, pool="mean", key_mask=call.key_mask, lengths=call.lengths)
@@ -79,7 +79,7 @@ class MoBA(Attention):
         return Chosen(self.options.num_heads, margin)
 
     def chosen(self, q: Tensor, k: Tensor, seen: Tensor, position: Tensor) -> Tensor:
-        """Of the keys (B, H, m, d) that are seen, (B, 1, t, m), those of the own block and of the best ones."""
+        """Of the keys (B, H, m, d) that are seen, (B, 1, t, m), those of the query's block and of the best ones."""
         size, work, m = self.options.block, torch.promote_types(q.dtype, torch.float32), k.shape[2]
         own = position // size  # (B, t)
         real = F.pad(seen.any(2)[:, 0], (0, -m % size)).unflatten(1, (-1, size))[:, None]  # (B, 1, N, s)

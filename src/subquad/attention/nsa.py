@@ -3,12 +3,12 @@
     out_i = Σ_c g_i^c · attention(q_i, K^c_i, V^c_i)          c: compressed, selected, window; g_i = σ(q_i W_g + b_g)
 
     compressed   k̃_t = MLP(k_{ts} … k_{ts+l-1}), ṽ_t alike: blocks of l = `compress` tokens, one every s = `stride`
-    selected     `topk` blocks of `block` tokens: the first, the own and the one before it, and those with the largest
+    selected     `topk` blocks of `block` tokens: the first, the query's, the one before it, and those with the largest
                  sum of the compressed softmax over the compressed blocks that touch it
     window       the last `window` tokens
     O(n·(topk·block + window) + n²/stride)
 
-Only complete compressed blocks are seen, and within the own block only what is not ahead; it is causal only. The MLP
+Only complete compressed blocks are seen, and within the query's block only tokens up to i; it is causal only. The MLP
 has one hidden layer of head_dim units, with positions inside a block added before it, shared by the heads. The choice
 of blocks has no gradient.
 
@@ -119,7 +119,7 @@ class NSA(OutputAttention):
         return within_rows(out, call)
 
     def _compressed(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """The output of the compressed branch (B, H, n, d), and the blocks that are selected beside the own one,
+        """The output of the compressed branch (B, H, n, d), and the blocks that are selected beside the query's,
         int64 (B, H, n, t), -1 = none."""
         o, (b, h, n, d) = self.options, q.shape
         count = max(0, (n - o.compress) // o.stride + 1)  # complete blocks
@@ -154,7 +154,7 @@ class NSA(OutputAttention):
         return Runs(tiles, spans[:, None], (0,), n * count // 2, (o.stride, count))
 
     def _choose(self, q: Tensor, keys: Tensor, there: Tensor | None, call: Call) -> Tensor:
-        """The blocks beside the own one, int64 (G, n, t), from q (G, n, d) and compressed keys (G, T, d)."""
+        """The blocks beside the query's, int64 (G, n, t), from q (G, n, d) and compressed keys (G, T, d)."""
         o, n, heads = self.options, q.shape[1], self.options.num_heads
         allowed = torch.ones(1, -(-n // o.block), dtype=torch.bool, device=q.device)
         if call.key_mask is not None:

@@ -107,7 +107,7 @@ class Longformer(PatternAttention):
     @dataclass(frozen=True, kw_only=True)
     class Options(PatternOptions):
         window: int = option(128, "width of the window, half to each side", ge=1)
-        global_tokens: int = option(0, "that many first tokens see and are seen by all", ge=0)
+        global_tokens: int = option(0, "number of first tokens that see all tokens and are seen by all", ge=0)
 
     def kept_keys(self, n: int) -> float:
         return self.options.window / 2 + self.options.global_tokens
@@ -128,8 +128,8 @@ class BigBird(PatternAttention):
     class Options(PatternOptions):
         block: int = option(64, "tokens of a block", ge=1)
         random_blocks: int = option(3, "blocks that each block draws", ge=0)
-        global_blocks: int = option(2, "that many first blocks see and are seen by all", ge=0)
-        window_blocks: int = option(3, "blocks of the window, the own one in the middle (odd)", ge=1)
+        global_blocks: int = option(2, "number of first blocks that see all tokens and are seen by all", ge=0)
+        window_blocks: int = option(3, "blocks of the window, the query's in the middle (odd)", ge=1)
         seed: int = option(0, "seed of the draw", ge=0)
 
         def __post_init__(self) -> None:
@@ -230,8 +230,9 @@ class GivenSets:
         masks = as_masks(self.sets(n)) if self.fixed is None else self.fixed
         masks = masks[:, :n, :n] if self.nested else masks
         if masks.shape != (self.families, n, n):
-            given = f"{masks.shape[0]} families of length {masks.shape[1]}"
-            raise ValueError(f"pattern: sets give {given}, the sequence has length {n} and {self.families} families")
+            have = {"length": (masks.shape[1], n), "number of families": (masks.shape[0], self.families)}
+            wrong = [f"{what} {given}, not {right}" for what, (given, right) in have.items() if given != right]
+            raise ValueError(f"pattern: sets for a sequence of length {n} have {' and '.join(wrong)}")
         return masks
 
 

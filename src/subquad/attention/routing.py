@@ -189,7 +189,7 @@ class Routing(Attention):
         return own.tril() if self.options.causal else own
 
     def connections(self, n: int) -> float:
-        """n / C tokens of the own cluster; the products with the centroids are not counted."""
+        """n / C tokens of the query's cluster; the products with the centroids are not counted."""
         return n * n / min(n, self.clusters) / (2 if self.options.causal else 1)
 
 

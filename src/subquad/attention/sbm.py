@@ -59,7 +59,7 @@ class SbmOptions(Options):
         "pre", "gradient of p: eq. 9, that of the authors' code, or one for all pairs"
     )
     self_loops: bool = option(False, "every token attends to itself")
-    window: int | None = option(None, "every token attends to so many neighbours, half to each side", ge=1)
+    window: int | None = option(None, "every token attends to this many neighbours, half on each side", ge=1)
     cluster_init: Literal["per-head", "published"] = option(
         "per-head", "kaiming normal for each head, or for all heads at once as in the authors' code"
     )

@@ -1,6 +1,6 @@
 """Sparse Sinkhorn attention (Tay et al. 2020): every block attends to itself and to one sorted block.
 
-    out_i = attention over the own block a and the sorted block K'_a, under one softmax
+    out_i = attention over the query's block a and the sorted block K'_a, under one softmax
     K'_a[p] = Σ_c R_ac K_c[p], values alike                 R ≈ a permutation of the blocks
 
     R = Sinkhorn( W₂ ReLU(W₁ x_a) / temperature )           x_a = Σ of the keys of block a
@@ -65,7 +65,7 @@ class _Blocks(NamedTuple):
 
 
 class Sinkhorn(Attention):
-    """Sparse Sinkhorn attention; see the module docstring."""
+    __doc__ = __doc__
 
     capabilities = Capabilities(needs_max_length=True)
     family = "sorted blocks"
@@ -85,7 +85,7 @@ class Sinkhorn(Attention):
         block: int = option(64, "tokens of a block", ge=1)
         iterations: int = option(8, "rounds of Sinkhorn's balancing", ge=1)
         temperature: float = option(0.75, "the lower, the nearer to a permutation", gt=0)
-        sortcut: int | None = option(None, "all queries see that many sorted blocks and nothing else", ge=1)
+        sortcut: int | None = option(None, "number of sorted blocks that all queries see, and nothing else", ge=1)
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -110,7 +110,7 @@ class Sinkhorn(Attention):
         return within_rows(out[:, :, :n], call).to(kind)
 
     def _beside(self, q: Tensor, k: Tensor, v: Tensor, blocks: _Blocks) -> Tensor:
-        """The own block and the sorted one."""
+        """The query's block and the sorted one."""
         size, n = self.options.block, q.shape[2]
         keys, values, exist = blocks.sorted()
         bias = None
@@ -213,7 +213,7 @@ class Sinkhorn(Attention):
 
 
 def _runs(n: int, size: int, causal: bool, device: torch.device) -> Runs:
-    """Blocks of queries: the own block, causal up to the query, and the sorted one."""
+    """Blocks of queries: the query's block, causal up to the query, and the sorted one."""
     first = torch.arange(0, n, size, device=device)
     rows = (n - first).clamp(max=size)
     everything = torch.full_like(first, EVERYTHING)

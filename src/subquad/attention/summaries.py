@@ -2,8 +2,8 @@
 
 A summary's query and key are pooled from its members' (`kernels.pools`), its value is what its query finds among its
 members; with an attended abstraction its key too. In an asked row nothing is pooled: with the query of the row's
-token in the own column as local query, p(j|Ω) = softmax_j(q·k_j), the summary's key is Σ_j p(j|Ω) k_j; a local query
-that does not exist (padding, or a last row too short) is 0.
+token in the query's column as local query, p(j|Ω) = softmax_j(q·k_j), the summary's key is Σ_j p(j|Ω) k_j; a local
+query that does not exist (padding, or a last row too short) is 0.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: _F
 
 
 def _asked_rows(c: int, tokens: Tokens, features, find: _Finder) -> Source:
-    """Rows that the token in the own column asks: local queries stand where their tokens do."""
+    """Rows that the token in the query's column asks: local queries stand where their tokens do."""
     (fq, fk), exists, n = features, tokens.call.exists, tokens.q.shape[2]
     alive: Tensor | None
     if is_symbolic(n):

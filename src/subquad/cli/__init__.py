@@ -63,10 +63,13 @@ class PlainHelp:
     --help is a flag that is False by default: of a None typer asks pydantic what it means, which costs 0.1 s.
     """
 
+    help: str | None
+    params: list[Any]
+
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self.help = "\n\n".join(" ".join(part.split()) for part in (self.help or "").split("\n\n"))
-        for param in self.params:  # type: ignore[attr-defined]
+        for param in self.params:
             plain_flag(param)
 
     def get_help_option(self, ctx: Any) -> Any:

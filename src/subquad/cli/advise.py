@@ -240,7 +240,7 @@ def remarks(advice: Advice, rows: list[Row]) -> list[str]:
         scores = f"{results.metric} on {results.task} ({model}), the nearest task with results"
         starred = any(row.score is not None and row.score.spec != row.spec for row in rows)
         lines.append(f"quality: {scores}{'; *: with other options' if starred else ''}")
-    unshown = [row.spec for row in advice.fitting if row not in rows]
+    unshown = [row.spec for row in advice.fitting if row not in rows and row.spec != "full"]  # full is a row
     if unshown and advice.fitting:
         lines.append(f"fit as well (--all shows them): {', '.join(unshown)}")
     large = [f"{row.spec} (up to n = {row.longest:,})" for row in advice.rows if not row.fits]
@@ -272,7 +272,7 @@ def calibrate(
     ] = False,
     times: Annotated[bool, typer.Option("--time/--no-time", help="Measure times, which needs an idle machine.")] = True,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Measure all times so often, minutes apart, and keep the best.")
+        int, typer.Option(min=1, help="Measure everything this many times, minutes apart, and keep the shortest times.")
     ] = 2,
     minutes: Annotated[
         float, typer.Option(min=0, help="Stop after about this many minutes.", show_default=False)

@@ -178,7 +178,7 @@ def passkey(
     attention: Attention = None,
     full: Annotated[bool, typer.Option("--full", help="Test the same weights with full attention instead.")] = False,
     heads: Annotated[
-        bool, typer.Option("--heads", help="List the key/value heads that look the number up, of a model as it was.")
+        bool, typer.Option("--heads", help="List the key/value heads of an unconverted model that look the number up.")
     ] = False,
     json: Json = False,
 ) -> None:

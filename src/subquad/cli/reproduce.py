@@ -21,7 +21,7 @@ WORDS = {
     "trained": "trained",
     "measured": "measured",
     "drawn": "drawn",
-    "same": "as another",
+    "same": "repeats another",
     "stated": "nothing to run",
 }
 

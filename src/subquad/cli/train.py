@@ -124,7 +124,9 @@ def tasks(
         rows = [[each["name"], each["title"], each["head"], each["metric"], _data(each)] for each in found]
         print_rows(out(), ("task", "description", "head", "metric", "data"), rows)
         return
-    recipes = task_class(name).recipes
+    about, recipes = describe(name), task_class(name).recipes
+    out().print(Text.assemble((name, "bold"), f": {about['title']}"), soft_wrap=True)
+    out().print(f"metric: {about['metric']}; data: {_data(about)}\n", soft_wrap=True)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("setting", *recipes, "meaning"):
         table.add_column(title)

@@ -69,6 +69,8 @@ def read_text(path: Path) -> str:
 
 def model_folder(folder: Path) -> Path:
     """The folder of a trained model, given it or that of its run."""
+    if not folder.exists():
+        raise FileNotFoundError(f"the folder {folder} does not exist")
     folder = folder / "model" if (folder / "model" / "task.json").exists() else folder
     if not (folder / "task.json").exists():
         raise FileNotFoundError(

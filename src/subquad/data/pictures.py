@@ -57,7 +57,9 @@ def read_cifar10(data: Path | None, part: str) -> Pictures:
 def cifar10_records(name: str, content: bytes) -> np.ndarray:
     """(N, 3073): label, then pixels."""
     if not content or len(content) % RECORD:
-        raise ValueError(f"{name} has {len(content)} bytes, which is no multiple of a record of {RECORD}; get it again")
+        raise ValueError(
+            f"{name} has {len(content)} bytes, which is not a multiple of a record of {RECORD}; get it again"
+        )
     records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
     wrong = np.flatnonzero(records[:, 0] > 9)
     if len(wrong):
@@ -87,7 +89,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
     content = read_bytes(path)
     magic = int.from_bytes(content[:4], "big")
     if len(content) < 4 + 4 * dimensions or magic != 0x0800 + dimensions:
-        raise ValueError(f"{path} is no IDX file of {dimensions} dimensions: its magic number is {magic}, "
+        raise ValueError(f"{path} is not an IDX file of {dimensions} dimensions: its magic number is {magic}, "
                          f"not {0x0800 + dimensions}")  # fmt: skip
     shape = np.frombuffer(content, ">u4", dimensions, 4).tolist()
     values = np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions)

@@ -82,7 +82,7 @@ def load(folder: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(path.read_text())
     except Exception as error:  # the library raises bare exceptions
-        raise ValueError(f"{path} is no tokenizer: {error}") from None
+        raise ValueError(f"{path} is not a tokenizer: {error}") from None
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -57,7 +57,7 @@ def _label(where: str, text: str, labels: tuple[str, ...]) -> float:
     try:
         score = float(text)
     except ValueError:
-        raise ValueError(f"{where}: score {text!r} is no number") from None
+        raise ValueError(f"{where}: score {text!r} is not a number") from None
     if not 0 <= score <= 5:
         raise ValueError(f"{where}: score {text} is not between 0 and 5")
     return score

@@ -96,7 +96,7 @@ class Job:
         return self.group.exchange(list(zip(*parts, strict=True)), _shapes(both, counts), keys[0])
 
     def add_back(self, received: list[list[Tensor]], keys: list[Tensor], values: list[Tensor]) -> None:
-        """Gradients from others on top of the own ones."""
+        """Gradients from other processes on top of this one's."""
         both = [x for pair in zip(keys, values, strict=True) for x in pair]
         for some, lists_ in zip(received, self.send, strict=True):
             for at, (x, grad) in enumerate(zip(both, some, strict=True)):

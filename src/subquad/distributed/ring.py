@@ -83,7 +83,7 @@ def _size(ranges: Any, owner: int) -> int:
 
 
 def _round(group: Group, ranges: Any, xs: list[Tensor]) -> Iterator[tuple[int, list[Tensor], Any]]:
-    """The blocks of all processes, the own one first. The next is on its way; `pending` waits for it."""
+    """The blocks of all processes, the query's first. The next is on its way; `pending` waits for it."""
     for step in range(group.size):
         owner = (group.rank - step) % group.size
         last = step == group.size - 1

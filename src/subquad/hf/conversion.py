@@ -28,7 +28,7 @@ def convert(
     full_heads: Mapping[int, Sequence[int]] | None = None,
     **options: Any,
 ) -> Model:
-    """Put a mechanism into the attention layers of a transformers model, in place, and return the model.
+    """Replace the attention of the layers of a transformers model, in place, and return the model.
 
         convert(model, "combiner-window:span=32,window=256,sinks=4")
         convert(model, "combiner-window", span=32, window=256, layers=range(2, 28))    # the others keep their attention
@@ -36,14 +36,15 @@ def convert(
 
     Layers are numbered in the order of `converted_layers`: self-attention only, an encoder's before a decoder's;
     cross-attention keeps its attention. `full_heads={15: [2], 17: [0, 1]}` names key/value heads of converted layers
-    that keep full attention, with the query heads that share them. The weights are the model's own; parameters that a
-    mechanism brings are new (`layer.subquad`), and are trained and saved with the model. The mechanism sees queries and
-    keys as the layer has made them: projected, normalised, rotated. Causality, number and width of heads and dropout
-    are the layer's.
+    that keep full attention, with the query heads that share them. The model keeps its weights;
+    parameters of the mechanism are new (`layer.subquad`), and are trained and saved with the model. The mechanism
+    receives queries and keys as the layer computes them: projected, normalised, rotated. Causality, number and width of
+    heads and dropout are those of the layer.
 
-    What cannot be honoured is refused by name, before anything is changed. The choice is recorded in the config, so
-    that `from_pretrained` restores it when `subquad.hf` is imported. A model that was trained with full attention
-    computes another function now: `subquad perplexity` says how much that costs, `subquad adapt` wins some of it back.
+    What is not supported raises an error that names it, before anything is changed. The choice is recorded in the
+    config, so that `from_pretrained` restores it when `subquad.hf` is imported. A model that was trained with full
+    attention computes another function now: `subquad perplexity` measures what that costs, `subquad adapt` recovers
+    part of it.
     """
     check_model(model)
     targets = self_attention(model)

@@ -163,10 +163,10 @@ def refuse(
             "transformers prepares for a packed batch)"
         )
     if is_causal is not None and bool(is_causal) != mechanism.options.causal:
-        raise ValueError(f"{name}: is_causal={is_causal} was asked for, it was made with {mechanism.options.causal}")
+        raise ValueError(f"{name}: is_causal={is_causal} was asked for, it was created with {mechanism.options.causal}")
     if dropout > 0 and dropout != mechanism.options.dropout:
         raise ValueError(
-            f"{name}: a dropout of {dropout} on the weights was asked for, it was made with "
+            f"{name}: a dropout of {dropout} on the weights was asked for, it was created with "
             f"{mechanism.options.dropout}; convert(..., dropout={dropout}) sets it"
         )
 

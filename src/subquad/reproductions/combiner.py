@@ -1,7 +1,7 @@
 """Combiner: Full Attention Transformer with Sparse Computation Cost (Ren et al. 2021).
 
 The X of Combiner-X has the direct and summary-column sets of Combiner-X itself (sections 4.1 to 4.4): `fixed` as
-UNION, `logsparse` with suffix sums, `axial`, `routing` with the own cluster only.
+UNION, `logsparse` with suffix sums, `axial`, `routing` with the query's cluster only.
 """
 
 from __future__ import annotations

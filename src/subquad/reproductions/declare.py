@@ -123,7 +123,7 @@ def check_possible(reproduction: Reproduction, scale: str) -> None:
             "--recipe paper is the real one"
         )
     if reproduction.kind == "stated":
-        raise ValueError(f"{reproduction.key} has nothing to run: {reproduction.differs}")
+        raise ValueError(f"{reproduction.key} has nothing to run ({reproduction.title}): {reproduction.differs}")
 
 
 def lra(percent: float = 100.0, recipe: str = "paper") -> tuple[Column, ...]:

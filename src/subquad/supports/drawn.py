@@ -175,7 +175,7 @@ class BigBird(Pattern):
         return tuple(block for blocks in _drawn(self, n) for block in blocks)
 
     def named(self, family, i):
-        """Whole blocks, the later tokens of the own one taken out."""
+        """Whole blocks, the later tokens of the query's taken out."""
         size, side, g, n = self.block, self.window_blocks // 2, self.global_blocks, int(i.max()) + 1
         drawn = _drawn(self, 1 << n.bit_length())
         block = i // size

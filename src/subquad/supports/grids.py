@@ -60,7 +60,7 @@ class Axial(Partition):
         return range(start, i + 1 if self.causal else min(n, start + self.width(n)))
 
     def direct(self, n, i):
-        """Own row (up to i) and own column (above)."""
+        """The query's row (up to i) and column (above)."""
         c = self.width(n)
         column = range(i % c, i if self.causal else n, c)
         return [*self.own_row(n, i), *(j for j in column if j // c != i // c)]
@@ -72,7 +72,7 @@ class Axial(Partition):
 
 @dataclass(frozen=True, kw_only=True)
 class AxialVertical(Axial):
-    """Every other column a group, without the own row's element (causal: only the rows above)."""
+    """Every other column a group, without the query's row's element (causal: only the rows above)."""
 
     kinds = ("column",)
 
@@ -97,9 +97,9 @@ def _unless_empty(over: range, hole: int = -1) -> Group | None:
 
 @dataclass(frozen=True, kw_only=True)
 class AxialHorizontal(Axial):
-    """Every other row (causal: every earlier one) a group, without the own column's element.
+    """Every other row (causal: every earlier one) a group, without the query's column's element.
 
-    `split`: two groups per row, strictly left and strictly right of the own column.
+    `split`: two groups per row, strictly left and strictly right of the query's column.
     """
 
     split: bool = False
@@ -127,7 +127,7 @@ def _rows(n: int, c: int, column: int, half: int) -> list[Group | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class AxialRowmajor(Axial):
-    """The own row directly, every other row (causal: every earlier one) a group that the own column asks.
+    """The query's row directly, every other row (causal: every earlier one) a group that the query's column asks.
 
     The local query is the token's at (row, own column); where the last row is too short to have one, it is 0.
     """
@@ -201,7 +201,7 @@ def _other_rows(
         count, keys = high - low, length if causal or source is None else rows
         if count <= 0 or length < 1:
             continue
-        if not causal:  # the own row is attended in the row
+        if not causal:  # the query's row is attended in the row
             queries, others = Grid(low, count, 1, length, c), Grid(low, count, 1, keys, c)
             parts.append(Part(queries, others, source or 0, xlo=0, xhi=0))
         elif length > 1:  # row r sees rows 0 … r-1: counted from row 1, a triangle
@@ -211,7 +211,7 @@ def _other_rows(
 
 
 def _row_of_summaries(n: int, c: int, causal: bool, source: int) -> list[Part]:
-    """Each row to one row of column summaries, its own or, causal, the one above; not to the own column's."""
+    """Each row to one row of column summaries, its own or, causal, the one above; not to the query's column's."""
     rows, rest = grid_shape(n, c)
     up = c if causal else 0
     parts = []
@@ -248,7 +248,7 @@ def member_plan(n: int, c: int, causal: bool, kind: str) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class AxialMixture(Support):
-    """Several axial plans over one grid: own row and own column, and each component's summaries.
+    """Several axial plans over one grid: the query's row and column, and each component's summaries.
 
     Plans: "direct", "groups:m" (component m's kinds, sources 0, 1, …), "joint" (all of them, summaries from source 1).
     """

@@ -203,7 +203,7 @@ def _count(found: np.ndarray, positions: Iterable[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing(Partition):
-    """Section 4.4: the own cluster directly, every other cluster a group (causal: their members up to i).
+    """Section 4.4: the query's cluster directly, every other cluster a group (causal: their members up to i).
 
     `assignment` names the cluster of every token; without it `dealt` clusters take the tokens in turn.
     """

@@ -65,7 +65,7 @@ class Strided(Pattern):
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed(Pattern):
-    """Eq. 5 (Child et al.): the own segment of length w; then oneself and the last token of every segment.
+    """Eq. 5 (Child et al.): the query's segment of w tokens; then itself and the last token of every segment.
 
     A partial last segment has no summary token, so the tokens in it reach nobody (Assumption 1.3 fails);
     `close=True` makes the last token of the sequence a summary token too.
@@ -258,7 +258,7 @@ def _window_ranges(i: int, left: int, first: int) -> Ranges:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Pattern):
-    """The own block of `size` tokens, and nothing else."""
+    """The query's block of `size` tokens, and nothing else."""
 
     size: int = 128
     is_nested = True
@@ -281,7 +281,7 @@ class Blocks(Pattern):
 
 @dataclass(frozen=True, kw_only=True)
 class Axial(Pattern):
-    """Ho et al.: tokens row-major on a grid with `cols` columns (default ⌈√n⌉); the own row; then the own column."""
+    """Ho et al.: tokens row-major on a grid with `cols` columns (default ⌈√n⌉); the query's row; then its column."""
 
     cols: int | None = None
     families = 2
@@ -325,7 +325,7 @@ class Logsparse(Pattern):
     """`suffix` (Ren et al. 2021, section 4.2 and Figure 1B): i itself and, for every suffix sum c > 0 of the binary
     digits of i (i first, then i without its lowest set bit, and so on), the token c - 1: the last token of every block
     of Combiner-Logsparse; bidirectional also the mirror image, the same on n-1-i.
-    `powers` (Li et al. 2019): oneself and the tokens 1, 2, 4, 8 … steps away, to both sides when bidirectional.
+    `powers` (Li et al. 2019): i itself and the tokens 1, 2, 4, 8 … steps away, to both sides when bidirectional.
     """
 
     sets: str = "suffix"

@@ -51,7 +51,7 @@ def _within_spans(self: Any, which: str, length: Any) -> Within | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed(Partition):
-    """Section 4.1: the own span of s tokens directly, every other span (causal: every earlier one) a group.
+    """Section 4.1: the query's span of s tokens directly, every other span (causal: every earlier one) a group.
 
     Eq. 10 is 1-based, says "mod" for "div" and drops the first span; here span(j) = ⌊j/s⌋ and all spans count.
     """
@@ -283,7 +283,7 @@ class Tree(Partition):
         return (recent(s - 1, margin), *levels, Kept(self.depth, unit=s**self.depth))
 
     def sees(self, source, i, entry):
-        """Tokens of the own block; blocks before i inside the own block of the next level, at the top all of them."""
+        """Tokens of the query's block; blocks before i inside its block of the next level, at the top all of them."""
         size, parent = self.span**source, self.span ** (source + 1)
         if source == 0:
             return (entry <= i) & (entry >= i // parent * parent)
@@ -299,7 +299,7 @@ class Tree(Partition):
         return list(enumerate(runs))
 
     def _inside(self, n: int, s: int, level: int) -> list[Part]:
-        """Level t < depth: each block of s^(t+1) queries sees the s summaries inside it, except the own one.
+        """Level t < depth: each block of s^(t+1) queries sees the s summaries inside it, except its own.
 
         Causal, the rows of a block go in chunks that take only the summaries some row can see.
         """

@@ -80,7 +80,7 @@ def check_settings(name: str, settings: Iterable[str] = (), recipe: str | None =
         return
     recipes = keys(entry, "recipes")
     if recipe is not None and recipes is not None and recipe not in recipes:
-        raise unknown(f"recipe of {name}", recipe, recipes)
+        raise unknown("recipe", recipe, recipes)
     chosen = item(entry, "recipes", recipe or "small")
     if chosen is not None:
         chosen.changed(name, settings).check()
@@ -170,6 +170,6 @@ def task(
         raise TypeError(f'settings must be a list of texts such as ["steps=100"], not {settings!r}')
     cls = task_class(name)
     if recipe not in cls.recipes:
-        raise unknown(f"recipe of {name}", recipe, cls.recipes)
+        raise unknown("recipe", recipe, cls.recipes)
     chosen = cls.recipes[recipe].changed(name, (*settings, *as_texts(changes)))
     return cls(chosen, data, seed)

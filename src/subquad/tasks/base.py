@@ -54,7 +54,7 @@ class Task:
 
     def encode(self, text: str) -> Example:
         """One line of a user as model input, for `subquad predict` and `generate`."""
-        raise ValueError(f"{self.name}: a line of text is no input of this task")
+        raise ValueError(f"{self.name}: a line of text is not an input of this task")
 
     def answer(self, logits: Tensor) -> str:
         """The model's logits for one example, in words."""

@@ -148,7 +148,7 @@ def tokens(text: str, where: str) -> list[int]:
     words = text.replace("(", " ").replace(")", " ").split()
     for word in words:
         if word not in IDS or word == "<pad>":
-            raise ValueError(f"{where}: {word!r} is no token of ListOps ({' '.join(TOKENS[1:])})")
+            raise ValueError(f"{where}: {word!r} is not a token of ListOps ({' '.join(TOKENS[1:])})")
     if not words:
         raise ValueError(f"{where}: no expression")
     return [IDS[word] for word in words]

@@ -1,4 +1,4 @@
-"""The contract, shipped: `check_attention("my-mechanism")` runs every check against a mechanism.
+"""The contract as a tool: `check_attention("my-mechanism")` runs every check against a mechanism.
 
 Each check is a function of a `Case` (one mechanism, causal or not, with its options) that raises AssertionError. A
 mechanism that cannot pass one declares it, `exceptions = {"check name": "reason"}`; the declaration is strict: an
@@ -60,7 +60,7 @@ __all__ = ["CHECKS", "ContractError", "cases", "check_attention", "parametrize_w
 
 
 class ContractError(AssertionError):
-    """What a mechanism promises and does not hold, one line per check."""
+    """The parts of the contract that a mechanism violates, one line per check."""
 
 
 CHECKS: dict[str, Callable[[Any], None]] = {
@@ -169,12 +169,12 @@ def check_attention(
         check_attention("my-mechanism", span=16, only=["fast_equals_dense"])
         check_attention(lambda causal: MyModule(2, 8, causal), definition=dense)
 
-    `options` go to the mechanism; without any, and without a spec that has some, the `examples` of its class are
-    checked. Exceptions are the mechanism's own: `exceptions = {check: reason}`. A module that is
-    not registered comes as a function causal → module(q, k, v, key_mask=None) for 2 heads of width 8 and up to 1,000
-    tokens, with its `definition(q, k, v, key_mask, causal)` → output and what it can do (`Capabilities`). `progress`
-    prints a line per check on standard error (default: on a terminal), with – where a check does not apply.
-    device="cuda" runs the checks on a GPU.
+    `options` are passed to the mechanism; if neither they nor the spec give any, the `examples` of its class are
+    checked. Exceptions are declared on its class: `exceptions = {check: reason}`. A module that is not registered is
+    given as a function causal → module(q, k, v, key_mask=None) for 2 heads of width 8 and up to 1,000 tokens, with its
+    `definition(q, k, v, key_mask, causal)` → output and what it supports (`capabilities`). `progress` prints a line per
+    check on standard error (default: on a terminal), with – where a check does not apply. device="cuda" runs the checks
+    on a GPU.
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: torch finds no GPU here (subquad doctor shows what it finds)")

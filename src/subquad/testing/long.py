@@ -10,17 +10,18 @@ from torch import Tensor
 from subquad.testing.case import Case, NotApplicable, close, gradient_names, gradients
 from subquad.testing.masking import slots_weigh_nothing
 
-# More than one block of the usual sizes, and no multiple of them. Some definitions take seconds for 1,000 tokens.
-COMPARED = (257, 401)
+# More than one block of the usual sizes: a multiple of them, for paths that need one, and no multiple. Some definitions
+# take seconds for 1,000 tokens.
+COMPARED = (256, 257, 401)
 PADDED = 1000
-MOVED = {257: (1, 63, 64, 65, 100, 128, 192, 256), 1000: (1, 64, 100, 256, 500, 512, 768, 999)}  # borders of blocks
+MOVED = {256: (1, 63, 64, 65, 100, 128, 192, 255), 1000: (1, 64, 100, 256, 500, 512, 768, 999)}  # borders of blocks
 
 
 def long_equals_dense(case: Case) -> None:
-    """Values and gradients of the fast path are those of the dense definition at long lengths, padded in the first."""
+    """Values and gradients of the fast path are those of the dense definition at long lengths, one of them padded."""
     module = _make(case)
     for n in COMPARED:
-        padded = n == COMPARED[0] and case.able.padding
+        padded = n == COMPARED[1] and case.able.padding
         xs = [x.requires_grad_() for x in case.inputs(n, batch=1)]
         mask = _padding(n) if padded else None
         what = f"n={n}, {'some' if padded else 'no'} padding"

@@ -15,7 +15,7 @@ have positive factors, except the one whose turn it is, in the second of its two
 
 - Positive factor: the largest of all terms is the largest of all ids, for k_Ω is the largest in Ω. If it lies in a
   group, q_Ω is positive too and p(j|Ω) goes to it. So the head returns the maximum over everything.
-- Negative factor: the own id is the smallest term, and by 1 it is a term by itself. So the head returns it.
+- Negative factor: the token's own id is the smallest term, and by 1 it is a term by itself. So the head returns it.
 
 Both heads do what dense attention does, exactly with the hardmax, and with margins of δ²/2 in both softmaxes, so that
 appendix F carries over with 2η for η. Whether the direct sets alone are universal plays no part. The other summaries:

@@ -24,11 +24,11 @@ def start(
         able = [other for other in available() if streams(mechanism(other))]
         raise ValueError(f"{name} cannot stream: it has no causal form; mechanisms that can: {', '.join(able)}")
     if not options.causal:
-        raise ValueError(f"{name}: streaming needs causal=True, the mechanism was made with causal=False")
+        raise ValueError(f"{name}: streaming needs causal=True, the mechanism was created with causal=False")
     if module.open_size:
         raise ValueError(
-            f"{name}: streaming needs sizes that do not follow the length of a call: give {module.open_size} or "
-            "max_length when the mechanism is made"
+            f"{name}: streaming needs sizes that do not depend on the length of a call: pass {module.open_size} or "
+            "max_length when the mechanism is created"
         )
     for label, value, smallest in (("batch_size", batch_size, 1), ("rollback", rollback, 0)):
         if label == "rollback" and value is None:

@@ -75,7 +75,7 @@ def _behind(x: Tensor) -> Tensor:
     return F.pad(x.flatten(0, 1), (0, 0, 0, 1))
 
 
-# ---- the own cluster ----
+# ---- the query's cluster ----
 
 
 class _Sorted(NamedTuple):

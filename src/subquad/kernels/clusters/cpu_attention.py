@@ -72,7 +72,7 @@ def _time(layout: Layout) -> np.ndarray:
 
 
 def _lists(layout: Layout, last_query_only: bool, summaries: bool) -> Iterator[_Lists]:
-    """The own clusters and, if wanted, the summaries of the others."""
+    """The cluster of each query and, if wanted, the summaries of the others."""
     real, tag = layout.real.numpy(), layout.tag.numpy().astype(np.int32)
     time = np.append(_time(layout), 0)
     born = np.where(real, time, cpu_tiles.NEVER).astype(np.int32)

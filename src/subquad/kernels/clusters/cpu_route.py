@@ -31,7 +31,7 @@ def _like(found: Tensor, x: Tensor) -> Tensor:
 
 
 def room(q: Tensor, keys: list[Tensor], order: Tensor, about: tuple) -> ModuleType:
-    """The own cluster alone as runs of keys; whole clusters of one round in tiles of scores; the rest in products."""
+    """The query's cluster alone as runs of keys; whole clusters of one round in tiles of scores; others in products."""
     if about[DROPOUT] or not fits(q):
         return tiles
     if len(keys) == 1 and not about[LAST_QUERY_ONLY]:

@@ -1,6 +1,6 @@
 """Who attends to whom in clusters, as tiles of queries and keys.
 
-Sorted by cluster (stably, so in the order of time inside each) the own clusters are diagonal blocks of any length.
+Sorted by cluster (stably, so in the order of time inside each) clusters are diagonal blocks of any length.
 They are cut into *tiles* of ROWS queries; the tiles that need equally many keys run as one batch. Summaries stand at
 tokens: a stretch of TIME queries sees those that were the latest of their clusters when it began, and those that
 stand inside it.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ROWS = 32  # queries of a tile of the own cluster: small ones waste less of a cluster's end, large ones run faster
+ROWS = 32  # queries of a tile of the query's cluster: small ones waste less of a cluster's end, large ones run faster
 TIME = 64  # queries of a stretch: short ones copy the table of summaries more often, long ones mask more
 BATCH = 1 << 18  # scores at a time: they stay in the cache
 

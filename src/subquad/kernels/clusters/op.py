@@ -50,7 +50,7 @@ def cluster_attention(
     chunk: int = 0,
     avoid_self: bool = False,
 ) -> Tensor:
-    """One softmax over the own cluster's tokens and, if given, the summaries of the others: (G, n, d).
+    """One softmax over the query's cluster's tokens and, if given, the summaries of the others: (G, n, d).
 
     q (G, n, d); keys, values: those of the tokens and, where wanted, those of the summaries that stand at the tokens,
     (G, n, d) each; `where`: order (G·n,) sorts all tokens by sequence, cluster and time; cluster int64 and real bool

@@ -1,4 +1,4 @@
-"""The own cluster on a CPU: sorted by cluster, queries are tiles and keys are runs (see `kernels.runs`).
+"""The query's cluster on a CPU: sorted by cluster, queries are tiles and keys are runs (see `kernels.runs`).
 
 Without summaries and dropout, a query per token; `chunks`: how long they are, and whether a token avoids itself.
 """

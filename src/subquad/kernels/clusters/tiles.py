@@ -94,7 +94,7 @@ def attention_backward(
 
 
 def with_itself(out: Tensor, lse: Tensor, q: Tensor, v: Tensor, real: Tensor) -> Tensor:
-    """out, with the own value for a token that met nobody else."""
+    """out, with its own value for a token that met nobody else."""
     alone = ((lse == -torch.inf) & real)[..., None]
     return torch.where(alone, v.masked_fill(q.sum(-1, keepdim=True).isnan(), torch.nan), out).contiguous()
 

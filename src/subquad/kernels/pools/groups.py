@@ -27,8 +27,8 @@ def group_pool(x: Tensor, exists: Tensor | None, pool: str, kind: str, c: int, c
     """x (B, H, n, d), exists bool (B, 1, n) → (B, H, groups, d), "max" or "mean" of the members that exist.
 
     `kind`: "nodes" (binary blocks), or of a grid with c columns "column" (prefixes of them where causal, else without
-    the own row), "row" (without the own column's token), "left" and "right" (of the own column). For a length that
-    stands for any the result has n + c groups, the last of which nobody asks for.
+    the query's row), "row" (without the token in the query's column), "left" and "right" (of that column). For a length
+    that stands for any the result has n + c groups, the last of which nobody asks for.
     """
     if is_symbolic(x.shape[2]):
         return pool_op(x, exists, pool, kind, c, causal)

@@ -2,7 +2,7 @@
 
 Compressed blocks of `compress` tokens, one every `stride`, and selected blocks of `block` tokens are made of pieces of
 `stride` tokens. A selected block is worth the softmax weights of the compressed blocks, once for every piece that they
-share; the first block and the one before the own are worth more than any other. It has no gradient.
+share; the first block and the one before the query's are worth more than any other. It has no gradient.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def _visits(chosen: Tensor, key_mask: Tensor | None, block: int) -> Iterator[_Vi
 
 
 def _own(key_mask: Tensor | None, lengths: Tensor | None, block: int, n: int, scale: float) -> tuple:
-    """The remaining arguments of the merge operators, for the own block."""
+    """The remaining arguments of the merge operators, for the query's block."""
     valid = [] if key_mask is None else [key_mask[:, None]]
     return valid, lengths, None, Blocks(causal=True, size=block).text, "union", n, scale, 0.0
 
@@ -198,7 +198,7 @@ selected_backward.register_autograd(no_second_derivative("selected_attention"))
 
 
 def _pairs(chosen: Tensor, block: int) -> int:
-    """Pairs of queries and keys: half of the own block on average, and all of the chosen ones."""
+    """Pairs of queries and keys: half of the query's block on average, and all of the chosen ones."""
     return chosen.numel() * block + chosen.shape[0] * chosen.shape[1] * chosen.shape[2] * (block + 1) // 2
 
 
