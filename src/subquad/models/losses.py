@@ -63,4 +63,4 @@ def _same_shape(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _number(labels: Tensor) -> Tensor:
-    return torch.tensor(labels.numel(), device=labels.device)
+    return torch.full((), labels.numel(), device=labels.device)
