@@ -308,6 +308,17 @@ def test_a_padded_model_does_not_wait_for_the_device(head, no_autocast):
     trace_backward(make_model(head), output, bodies=True)
 
 
+@pytest.mark.parametrize("head", ["causal-lm", "sequence"])
+def test_the_loss_of_a_model_does_not_wait_for_the_device(head, no_autocast):
+    """Nor are labels read to see whether they are in range."""
+
+    def output(model):
+        ids, mask = (torch.ones(2, N, dtype=torch.long, device="meta") for _ in range(2))
+        return model(ids, attention_mask=mask, labels=ids if head == "causal-lm" else ids[:, 0]).loss
+
+    trace_backward(make_model(head), output, bodies=True)
+
+
 @pytest.mark.parametrize("head", ["causal-lm", "masked-lm", "sequence", "token"])
 def test_packed_batches_with_starts_on_the_host_do_not_wait(head, no_autocast):
     """Tensors of "meta" have no contents: whoever reads one fails. The starts have some."""
