@@ -27,7 +27,9 @@ from subquad.kernels.pools.nodes import nodes_of_pairs
 
 
 class Moves(TorchDispatchMode):
-    """Records the operators that take tensors of the device and give tensors of the CPU."""
+    """Records the operators that take tensors of the device and give tensors of the CPU, and copies to the device that
+    the host waits for.
+    """
 
     def __init__(self, device: str = "cuda") -> None:
         super().__init__()
@@ -39,7 +41,9 @@ class Moves(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.operators.append(str(func))
         inside, outside = ([x for x in tree_leaves(y) if isinstance(x, Tensor)] for y in ((args, kwargs), out))
-        if any(x.device.type == self.device for x in inside) and any(x.device.type == "cpu" for x in outside):
+        given, taken = ({x.device.type for x in tensors} for tensors in (inside, outside))
+        waits = func is torch.ops.aten._to_copy.default and "cpu" in given and not (kwargs or {}).get("non_blocking")
+        if (self.device in given and "cpu" in taken) or (waits and self.device in taken):
             self.found.append(str(func))
         return out
 

@@ -49,15 +49,15 @@ def test_the_capture_of_a_graph_is_noticed(monkeypatch):
         assert devices.may_wait() != captures
 
 
-CLUSTERED = ["sbm", "scatterbrain", "routing", "combiner-routing"]
+ALL_PAIRS = [
+    ("sbm", {}), ("sbm", {"ste": "published"}), ("sbm", {"sampler": "fastrg"}), ("scatterbrain", {}), ("routing", {}),
+    ("combiner-routing", {}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"ste": "published"}, {"sampler": "fastrg"}], ids=str)
-@pytest.mark.parametrize("name", CLUSTERED)
-def test_the_way_without_waiting(name, options, monkeypatch):
-    """Where the host must not read, long sequences have all pairs too, some rows at a time."""
-    if options and name != "sbm":
-        pytest.skip("an option of sbm")
+@pytest.mark.parametrize("name, options", ALL_PAIRS, ids=str)
+def test_all_pairs_some_rows_at_a_time(name, options, monkeypatch):
+    """Where the host must not read, long sequences have all pairs too; the same is dropped as on a CPU."""
     monkeypatch.setattr(devices, "FEW", 8)
     for module, size in ((static, "BATCH"), (sampler_reference, "PAIRS"), (graphs_reference, "PAIRS")):
         monkeypatch.setattr(module, size, 300)

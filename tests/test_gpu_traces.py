@@ -217,20 +217,23 @@ def test_streaming_does_not_wait_for_the_device(name, no_autocast):
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_streaming_of_padded_rows_does_not_wait(name, no_autocast):
-    """Where the host must not look whether there is padding: rows of their own length, which then go on without a mask,
-    with one, and in another order.
+    """But to see whether there is padding: rows of their own length go on without a mask, and in another order; with
+    one where the host must not look.
     """
     about = {"causal": True, "max_length": 256, "batch_first": True, **mechanism(name).examples[0]}
     layer = on_fake_gpu(subquad.MultiheadAttention(WIDTH, 4, attention=name, **about).eval(), "meta")
     for sizes in ((8, 1, 1), (40, 24, 1)):
-        with devices.without_waiting(), fake_device(bodies=True) as moves, torch.no_grad():
+        with fake_device(bodies=True) as moves, torch.no_grad():
             state = layer.start(2, rollback=0)
             for number, t in enumerate(sizes):
-                padding = None if number == 1 else torch.empty(2, t, dtype=torch.bool, device="meta")
-                out, state = layer.extend(torch.empty(2, t, WIDTH, device="meta"), state, key_mask=padding)
+                x, real = torch.empty(2, t, WIDTH, device="meta"), torch.empty(2, t, dtype=torch.bool, device="meta")
+                with devices.without_waiting() if number != 1 else nullcontext():
+                    out, state = layer.extend(x, state, key_mask=None if number == 1 else real)
                 assert out.shape == (2, t, WIDTH)
                 state = state.reorder(torch.empty(2, dtype=torch.int64, device="meta"))
             assert not moves.found, f"{moves.found} move to the CPU"
+            with pytest.raises(GuardOnDataDependentSymNode):
+                layer.extend(x, state, key_mask=real)
 
 
 @pytest.mark.parametrize("name", subquad.available())
@@ -301,6 +304,17 @@ def test_a_padded_model_does_not_wait_for_the_device(head, no_autocast):
     def output(model):
         mask = torch.ones(2, N, dtype=torch.long, device="meta")
         return logits_of(model, head, "meta", attention_mask=mask)
+
+    trace_backward(make_model(head), output, bodies=True)
+
+
+@pytest.mark.parametrize("head", ["causal-lm", "sequence"])
+def test_the_loss_of_a_model_does_not_wait_for_the_device(head, no_autocast):
+    """Nor are labels read to see whether they are in range."""
+
+    def output(model):
+        ids, mask = (torch.ones(2, N, dtype=torch.long, device="meta") for _ in range(2))
+        return model(ids, attention_mask=mask, labels=ids if head == "causal-lm" else ids[:, 0]).loss
 
     trace_backward(make_model(head), output, bodies=True)
 

@@ -151,7 +151,7 @@ def drop(weights: Tensor, call: Call, *, to_tokens: bool = True) -> Tensor:
         first = call.key_mask.int().argmax(1).view(b, 1, 1, 1)
         row = row - first if n == call.key_mask.shape[1] else row
         column = column - first if to_tokens and m == call.key_mask.shape[1] else column
-    seed = call.seed.to(weights.device)
+    seed = call.seed.to(weights.device, non_blocking=True)
     return weights * dropout_factors(seed, call.dropout, instance, row, column, weights.dtype)
 
 
@@ -163,7 +163,7 @@ def drop_keys(v: Tensor, call: Call) -> Tensor:
     b, h, m, _ = v.shape
     instance = torch.arange(b * h, device=v.device).view(b, h, 1)
     column = ranks(call.key_mask, b, m, m, v.device)[1][:, None]  # (B, 1, m)
-    seed, row = call.seed.to(v.device), torch.zeros_like(column)
+    seed, row = call.seed.to(v.device, non_blocking=True), torch.zeros_like(column)
     if call.shard is not None:  # counted from the first token of the row
         column, seed = column + call.shard.tokens_before(v.device), call.shard.seed(seed, h)
     return v * dropout_factors(seed, call.dropout, instance, row, column, v.dtype)[..., None]

@@ -104,7 +104,7 @@ class Reformer(Attention):
         assert call.seed is not None
         (b, h, n, _), o = q.shape, self.options
         buckets, chunk = self.sizes(call.slots)
-        bucket = self.hashes(q, buckets, call.seed.to(q.device))  # (rounds, B, H, n)
+        bucket = self.hashes(q, buckets, call.seed.to(q.device, non_blocking=True))  # (rounds, B, H, n)
         real = torch.ones(b * h, n, dtype=torch.bool, device=q.device)
         if call.exists is not None:
             aside = buckets + torch.arange(n, device=q.device) // PADDED
@@ -134,7 +134,7 @@ class Reformer(Attention):
         time = torch.ones(n, n, dtype=torch.bool, device=q.device)
         pairs = real[:, None, :, None] & real[:, None, None] & (time.tril() if self.options.causal else time)
         met = torch.zeros(b, h, n, n, dtype=q.dtype, device=q.device)  # in how many rounds
-        for bucket in self.hashes(q, buckets, call.seed.to(q.device)):
+        for bucket in self.hashes(q, buckets, call.seed.to(q.device, non_blocking=True)):
             same = (bucket[..., :, None] == bucket[..., None, :]) & real[:, None, None]  # (B, H, n, n)
             place = (same & time.tril(-1)).sum(-1) // chunk  # (B, H, n): which chunk of its bucket
             back = place[..., :, None] - place[..., None, :]

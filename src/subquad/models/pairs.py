@@ -83,7 +83,7 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         if not (self.training and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # (B, D)
-        count = _Total.apply(wide.new_tensor(float(x.shape[0])))  # ()
+        count = _Total.apply(wide.new_full((), float(x.shape[0])))  # ()
         mean = _Total.apply(wide.sum(0)) / count  # (D,)
         variance = _Total.apply((wide - mean).square().sum(0)) / count  # (D,): two passes, nothing cancels
         with torch.no_grad():

@@ -163,5 +163,8 @@ def _dropped(module: Any, v: Tensor, column: Tensor, seed: Tensor) -> Tensor:
     instance = torch.arange(b * h, device=v.device).view(b, h, 1)
     column = column[:, None]
     return (
-        v * dropout_factors(seed.to(v.device), module.options.dropout, instance, column * 0, column, v.dtype)[..., None]
+        v
+        * dropout_factors(
+            seed.to(v.device, non_blocking=True), module.options.dropout, instance, column * 0, column, v.dtype
+        )[..., None]
     )

@@ -97,9 +97,9 @@ def recomputed(module: Attention, state: State, *project: Any) -> State:
     position = torch.arange(n, device=state.device).expand(state.batch_size, n)
     here = position < state.length[:, None]
     real = state.tokens["real"][:, :n] & here
-    chunk = Chunk(q, k, v, position, real, here, state.length)
+    chunk = Chunk(q, k, v, position, real, here, state.length, None, state.bound)
     if even is not None or bool(real.all()):
-        chunk = Chunk(q, k, v, position, None, None, state.length[:1], None if even is None else 0)
+        chunk = Chunk(q, k, v, position, None, None, state.length[:1], None if even is None else 0, state.bound)
     zero = torch.zeros_like(state.length)
     empty = replace(state, length=zero, high=zero, even=0, buffers={}, tokens=None, stale=False)
     _, buffers = state.memory.extend(module, chunk, empty, *project)

@@ -279,4 +279,6 @@ def factors_of(module: Attention, chunk: Chunk, rows: Tensor, columns: Tensor, s
     assert seed is not None
     instance = module.instances(len(chunk.q), columns.device)[..., None, None]
     work = torch.promote_types(chunk.q.dtype, torch.float32)
-    return dropout_factors(seed.to(columns.device), module.options.dropout, instance, rows, columns, work)
+    return dropout_factors(
+        seed.to(columns.device, non_blocking=True), module.options.dropout, instance, rows, columns, work
+    )

@@ -139,7 +139,9 @@ class Packed(SumsBeside):
             b, h, _, size = weights.shape
             instance = torch.arange(b * h, device=weights.device).view(b, h, 1, 1)
             where = (instance, chunk.position[:, None, :, None], torch.arange(size, device=weights.device))
-            weights = weights * dropout_factors(seed.to(weights.device), module.options.dropout, *where, weights.dtype)
+            weights = weights * dropout_factors(
+                seed.to(weights.device, non_blocking=True), module.options.dropout, *where, weights.dtype
+            )
         out, found = self.sums[1].ask(buffers, values._replace(a=weights), chunk, length)
         return out / count, buffers | found
 

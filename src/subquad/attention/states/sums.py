@@ -186,5 +186,7 @@ def dropped(module: Any, v: Tensor, chunk: Chunk, seed: Tensor | None) -> Tensor
     b, h = v.shape[:2]
     instance = torch.arange(b * h, device=v.device).view(b, h, 1)
     column = chunk.position[:, None]
-    factors = dropout_factors(seed.to(v.device), module.options.dropout, instance, column * 0, column, v.dtype)
+    factors = dropout_factors(
+        seed.to(v.device, non_blocking=True), module.options.dropout, instance, column * 0, column, v.dtype
+    )
     return torch.cat((v[..., :-1] * factors[..., None], v[..., -1:]), -1)

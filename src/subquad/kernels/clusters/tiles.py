@@ -118,7 +118,7 @@ def _dropout(seed: Tensor | None, dropout: float, real: Tensor) -> Callable[[Ten
     g, n = real.shape
     numbers, columns = ranks(real, g, n, n, real.device)  # (G, n)
     instance = torch.arange(g, device=real.device)[:, None]
-    rows = _behind(streams(dropout_seed(seed.to(real.device)), instance, numbers))
+    rows = _behind(streams(dropout_seed(seed.to(real.device, non_blocking=True)), instance, numbers))
     columns = _behind(columns)
 
     def dropped(p: Tensor, tiles: Tiles, source: int) -> Tensor:

@@ -147,4 +147,9 @@ def _random(q, k, key_mask, seed, dropout, counted=None) -> tuple[tuple[Tensor, 
         return (real, q, q, q), constants
     by = key_mask if counted is None else counted
     numbers, columns = ranks(by, q.shape[0], q.shape[2], k.shape[2], q.device)
-    return (real, numbers.contiguous(), columns.contiguous(), dropout_seed(seed.to(q.device)).view(1)), constants
+    return (
+        real,
+        numbers.contiguous(),
+        columns.contiguous(),
+        dropout_seed(seed.to(q.device, non_blocking=True)).view(1),
+    ), constants

@@ -187,7 +187,7 @@ def _common(q: Tensor, seed: Tensor | None, dropout: float, support: str, which:
         "DROP": dropout > 0,
         "PRECISION": devices.precision(q),
     }
-    hashed = q if not dropout or seed is None else dropout_seed(seed.to(q.device)).view(1)
+    hashed = q if not dropout or seed is None else dropout_seed(seed.to(q.device, non_blocking=True)).view(1)
     return _Common(hashed, 1 / (1 - dropout), len(q), constants)
 
 

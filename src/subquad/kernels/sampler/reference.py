@@ -155,7 +155,9 @@ class _Rows:
             numbers = numbers.gather(1, place)
         numbers, rank, place = (x.repeat_interleave(heads, 0) for x in (numbers, rank, place))  # (g, …)
         graph = torch.arange(batch * heads, device=device)[:, None]  # (g, 1)
-        stream = streams(seed.to(device), graph % (heads if rules.alike else batch * heads), numbers)  # (g, n)
+        stream = streams(
+            seed.to(device, non_blocking=True), graph % (heads if rules.alike else batch * heads), numbers
+        )  # (g, n)
         real = torch.ones(batch, m, dtype=torch.bool, device=device) if key_mask is None else key_mask
         real = real.repeat_interleave(heads, 0)
         x, y = w.flatten(0, 1).double(), z.flatten(0, 1).double() * real[..., None]
