@@ -148,9 +148,7 @@ def _convolve(like, size, d, taps, count, band, around, to):
     wide, at, left = band.shape[1], around.ctypes.data, band.ctypes.data
     for i in range(0, count, ROWS):
         some = min(ROWS, count - i)
-        multiply_add(
-            like[0], some, d, some + taps - 1, left, wide, at + i * d * size, d, to + i * d * size, d, size
-        )
+        multiply_add(like[0], some, d, some + taps - 1, left, wide, at + i * d * size, d, to + i * d * size, d, size)
 
 
 @Workers
