@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import subquad
-from subquad.kernels.clusters import cluster_attention, cpu, reference
+from subquad.kernels.clusters import cluster_attention, cpu, nearest, reference
 from subquad.kernels.clusters.op import attention_op
 
 SEED = torch.tensor(3)
@@ -35,6 +35,44 @@ def some_clusters(g=3, n=70, clusters=5, seed=0):
 
 
 # ---- the room ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n, clusters", [(1, 1), (47, 3), (49, 8), (130, 17)])
+def test_nearest_centroids_of_kernel_and_torch_agree(n, clusters, dtype):
+    draw = torch.Generator().manual_seed(n)
+    q, k = (torch.randn(2, n, 3, 8, generator=draw, dtype=dtype).transpose(1, 2) for _ in range(2))  # as a layer has it
+    centroids = F.normalize(torch.randn(3, clusters, 8, generator=draw, dtype=dtype), dim=-1)
+    directions = F.normalize(q, dim=-1) + F.normalize(k, dim=-1)
+    found, scores = nearest.nearest_centroids(q, k, centroids), directions @ centroids.mT
+    assert torch.equal(found, nearest._in_torch(q, k, centroids))
+    torch.testing.assert_close(scores.gather(-1, found[..., None])[..., 0], scores.amax(-1))
+
+
+def test_nearest_centroids_where_all_are_on_the_other_side_and_of_nothing():
+    """Columns that fill up a vector are no centroids; a token without a direction and a NaN have a cluster too."""
+    centroids = F.normalize(torch.rand(1, 3, 8) + 0.1, dim=-1)
+    far = -torch.rand(1, 1, 5, 8) - 0.1
+    far[0, 0, 3], far[0, 0, 4] = 0, torch.nan
+    found = nearest.nearest_centroids(far, far, centroids)
+    assert torch.equal(found, nearest._in_torch(far, far, centroids)) and int(found.max()) < 3
+    torch.library.opcheck(nearest.nearest, (far[:, :, :3], far[:, :, :3], centroids))
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_gradients_stand_as_the_inputs_do(rounds):
+    """A layer's heads stand side by side: outputs and gradients do too, and equal those of heads one after another."""
+    order, cluster, real = some_clusters(g=2)
+    where = (order.expand(rounds, -1), cluster.expand(rounds, -1, -1), real) if rounds > 1 else (order, cluster, real)
+    xs = [torch.randn(70, 2, 8).transpose(0, 1).requires_grad_() for _ in range(3)]
+    ys = [x.detach().contiguous().requires_grad_() for x in xs]
+    grad, results = torch.randn(2, 70, 8), []
+    for q, k, v in (xs, ys):
+        out = cluster_attention(q, [k], [v], where, 5, causal=False, scale=0.5)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
+    assert all(found.stride() == xs[0].stride() for found in results[0])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])

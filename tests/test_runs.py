@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close as close
 
+from subquad.kernels.row_dots import row_dots
 from subquad.kernels.runs import Runs, attend_runs, cpu, reference
 from subquad.kernels.runs.op import EVERYTHING, attention
 
@@ -115,3 +116,10 @@ def test_the_operator_keeps_its_promises():
     (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("n, d", [(1, 8), (65, 16), (130, 12)])
+def test_dot_products_of_rows(n, d, dtype):
+    a, b = torch.randn(n, 3, d).transpose(0, 1).to(dtype), torch.randn(3, n, d).to(dtype)
+    close(row_dots(a, b), (a * b).sum(-1))

@@ -19,6 +19,7 @@ from subquad.kernels.workers import Workers, keep
 
 AT_ONCE = 1 << 24  # products of tokens and centroids
 CHUNK = 48  # tokens: eight times the rows that a product keeps in registers
+MOST = 1 << 12  # centroids whose products with a chunk stay in the cache
 TINY = 1e-12  # no vector counts as shorter
 
 
@@ -29,7 +30,8 @@ def nearest_centroids(q: Tensor, k: Tensor, centroids: Tensor) -> Tensor:
 
 @torch.library.custom_op("subquad::nearest_centroids", mutates_args=())
 def nearest(q: Tensor, k: Tensor, centroids: Tensor) -> Tensor:
-    return _on_cpu(q, k, centroids) if fits(q, k) else _in_torch(q, k, centroids)
+    few = q.numel() > 0 and centroids.shape[1] <= MOST
+    return _on_cpu(q, k, centroids) if few and fits(q, k) else _in_torch(q, k, centroids)
 
 
 @nearest.register_fake

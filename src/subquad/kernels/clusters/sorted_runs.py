@@ -12,6 +12,7 @@ from torch import Tensor
 
 from subquad.kernels.clusters import tiles
 from subquad.kernels.matrices import ready
+from subquad.kernels.row_dots import row_dots
 from subquad.kernels.runs import cpu
 from subquad.kernels.runs.op import EVERYTHING
 
@@ -36,7 +37,7 @@ def attention_backward(
     single = order.numel() == real.numel()  # one round: one tile per query
     found = [torch.empty_like(q) if single else torch.zeros_like(q), *(torch.zeros_like(x) for x in (*keys, *values))]
     alone = lse == -torch.inf
-    delta = (grad * out).sum(-1).masked_fill_(alone, 0)  # (G, n)
+    delta = row_dots(grad, out).masked_fill_(alone, 0)  # (G, n)
     total = lse.masked_fill(alone, torch.inf)
     bias = _bias(real, q)
     for sort, tables in _rounds(order, cluster, real, clusters, causal, *chunks):

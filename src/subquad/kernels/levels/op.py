@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels.levels.tables import runs_of_level
+from subquad.kernels.row_dots import row_dots
 from subquad.kernels.runs import cpu, reference
 from subquad.kernels.runs.op import Runs, ready
 
@@ -57,17 +58,17 @@ def attention_backward(
     steps = _steps(q, real, levels)
     means = [_means(x, steps) for x in (q, k, v)]
     nobody = lse == -torch.inf
-    rows = _Rows(ready(grad), (grad * out).sum(-1).masked_fill_(nobody, 0), lse.masked_fill(nobody, torch.inf))
-    found: list[list[Tensor]] = []
-    for number in range(levels):
-        rows = rows.of_groups() if number else rows
-        x, y, z = (mean[number] for mean in means)
-        runs = runs_of_level(x.shape[1], block, number, q.device)
-        found.append(_differentiate(x, y, z, steps[number].bias, runs, scale, rows))
-    for number in reversed(range(levels - 1)):
-        for fine, coarse in zip(found[number], found[number + 1], strict=True):
-            _spread(fine, coarse, steps[number + 1].shares)
-    return found[0]
+    rows = [_Rows(ready(grad), row_dots(grad, out).masked_fill_(nobody, 0), lse.masked_fill(nobody, torch.inf))]
+    for _ in range(1, levels):
+        rows.append(rows[-1].of_groups())
+    found: list[Tensor] = []
+    for number in reversed(range(levels)):
+        here = [mean[number] for mean in means]
+        runs = runs_of_level(here[0].shape[1], block, number, q.device)
+        pairs = zip(here, found, strict=False)  # the coarsest level has none before it
+        begun = [_spread(coarse, torch.empty_like(x), steps[number + 1].shares) for x, coarse in pairs]
+        found = _differentiate(*here, steps[number].bias, runs, scale, rows[number], begun)
+    return found
 
 
 # ---- means of groups ----
@@ -98,10 +99,11 @@ def _means(x: Tensor, steps: list[_Step]) -> list[Tensor]:
     found = [x]
     for step in steps[1:]:
         left, right = _halves(found[-1])
+        mean = left.new_empty(left.shape)  # a head's rows side by side, however the tokens' stand
         if step.shares is None:
-            found.append(torch.lerp(left, right, 0.5))
+            found.append(torch.lerp(left, right, 0.5, out=mean))
         else:
-            found.append((left * step.shares[0]).add_(right * step.shares[1]))
+            found.append(torch.mul(left, step.shares[0], out=mean).addcmul_(right, step.shares[1]))
     return found
 
 
@@ -121,15 +123,13 @@ def _twice(x: Tensor, into: Tensor) -> Tensor:
     return into
 
 
-def _spread(fine: Tensor, coarse: Tensor, shares: tuple[Tensor, Tensor] | None) -> None:
-    """fine += the gradient of the means, `coarse`, at the rows that they are of."""
+def _spread(coarse: Tensor, into: Tensor, shares: tuple[Tensor, Tensor] | None) -> Tensor:
+    """into (G, m, d) = the gradient of the means, `coarse` (G, ⌈m/2⌉, d), at the rows that they are of."""
     for first in (0, 1):
-        half = fine[:, first::2]
+        half = into[:, first::2]
         part = coarse[:, : half.shape[1]]
-        if shares is None:
-            half.add_(part, alpha=0.5)
-        else:
-            half.addcmul_(part, shares[first][:, : half.shape[1]])
+        torch.mul(part, 0.5 if shares is None else shares[first][:, : half.shape[1]], out=half)
+    return into
 
 
 # ---- attention inside a level ----
@@ -172,23 +172,26 @@ class _Rows(NamedTuple):
         least = torch.minimum(left, right)
         shares = [(least - x).masked_fill(x == torch.inf, -torch.inf).exp() for x in (left, right)]
         grad, delta = (
-            (a * shares[0]).add_(b * shares[1]) for a, b in (_halves(self.grad), _halves(self.delta[..., None]))
+            torch.mul(a, shares[0], out=a.new_empty(a.shape)).addcmul_(b, shares[1])
+            for a, b in (_halves(self.grad), _halves(self.delta[..., None]))
         )
         return _Rows(grad, delta[..., 0], least[..., 0])
 
 
 def _differentiate(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, runs: Runs, scale: float, rows: _Rows
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, runs: Runs, scale: float, rows: _Rows, begun: list[Tensor]
 ) -> list[Tensor]:
-    """Gradients of a level's means, (G, m, d) each."""
+    """Gradients of a level's means, (G, m, d) each, added to what has `begun`, if anything has."""
     delta, lse = rows.delta.contiguous(), rows.lse.contiguous()
     if cpu.takes(q):
-        found = [torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)]
+        found = begun or [torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)]
         about = (None, None), (runs.tiles, runs.spans, None, runs.sources)
-        cpu.backward(q, [k], [v], bias, *about, scale, rows.grad, delta, lse, found, True)
+        cpu.backward(q, [k], [v], bias, *about, scale, rows.grad, delta, lse, found, not begun)
         return found
     tables = (runs.tiles, runs.spans, list(runs.sources), list(runs.sizes))
     found = reference.backward(rows.grad, delta, lse, q, [k], [v], bias, *tables, scale)
+    if begun:
+        return [total.add_(dx) for total, dx in zip(begun, found, strict=True)]
     return [torch.empty_like(x).copy_(dx) for x, dx in zip((q, k, v), found, strict=True)]
 
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.matrices import ready
+from subquad.kernels.row_dots import row_dots
 from subquad.kernels.runs import cpu, reference
 
 EVERYTHING = 1 << 40  # `last` of a run whose keys all queries see; its negative, `self` of one that hides nobody
@@ -89,7 +90,7 @@ def attention_backward(
 ) -> list[Tensor]:
     """Gradients of q, all keys, all values: with w = exp(s - lse), ds = w·(grad·v - delta), delta = grad·out - dlse."""
     grad = ready(grad)
-    delta = (grad * out).sum(-1)  # (G, n)
+    delta = row_dots(grad, out)  # (G, n)
     delta = delta if dlse is None else delta - dlse
     empty = lse == -torch.inf
     lse, delta = lse.masked_fill(empty, torch.inf), delta.masked_fill(empty, 0).contiguous()
