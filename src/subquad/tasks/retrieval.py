@@ -65,8 +65,8 @@ class Retrieval(ArenaTask):
     sources = {"aan": SOURCES["aan"], "acl": SOURCES["acl"]}
     recipes = {
         "small": RetrievalRecipe(
-            source="acl", length=2000, width=32, layers=1, heads=2, feedforward=64, steps=300, batch=16, rate=3e-3,
-            warmup=40, evaluate=100, eval_size=547,
+            source="acl", length=2000, width=32, layers=1, heads=2, feedforward=64, initial=0.125, steps=600, batch=16,
+            rate=3e-3, warmup=40, evaluate=100, eval_size=547,
         ),
         "paper": RetrievalRecipe(
             length=4000, width=64, layers=2, heads=2, feedforward=128, dropout=0.1, attention_dropout=0.1,
