@@ -234,6 +234,8 @@ def test_nobody_wins_on_the_plateau_or_before_the_others_have_finished():
     assert "no winner" in findings.headline(on_plateau) and "plateau" in findings.headline(on_plateau)
     first = findings.find([row, missing])
     assert findings.headline(first).striptags() == "Only full has a result so far, accuracy 0.900."
+    poor = findings.find([{**row, "left_plateau": [None]}, missing], {"score": 0.9, "error": 0.1})
+    assert findings.headline(poor).striptags() == "Only full has a result so far, accuracy 0.900."
     for found in (on_plateau, first):
         assert not findings.cards([row, missing], found)
         assert not any(cell.best for cell in columns([row, missing], "accuracy", found)[0].cells)

@@ -150,16 +150,16 @@ def headline(found: Findings | None) -> Markup:
     """The finding in one or two sentences."""
     if found is None:
         return Markup("No run has finished yet.")
+    if found.alone:
+        return Markup("Only {} has a result so far, {} {}.").format(
+            name(found.best), found.metric, number(found.best["mean"])
+        )
     if not found.beats_guessing:
         return Markup("No attention beats guessing, {} {}: this comparison has no winner.").format(
             found.metric, number(found.guessing or 0.0)
         )
     if found.plateau:
         return Markup("No attention has left the plateau in these steps: this comparison has no winner.")
-    if found.alone:
-        return Markup("Only {} has a result so far, {} {}.").format(
-            name(found.best), found.metric, number(found.best["mean"])
-        )
     if found.level:
         who = names([found.best, *found.level])
         start = Markup("{} are level: the best {} is {}, and the differences are within the noise").format(
