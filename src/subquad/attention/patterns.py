@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subquad.attention.pattern_attention import PatternAttention, PatternOptions
 from subquad.core.options import option
-from subquad.supports import drawn, patterns
+from subquad.supports import custom, drawn, patterns
 from subquad.supports.pattern import Pattern
 
 
@@ -207,7 +207,7 @@ class Custom(PatternAttention):
 
     def make_pattern(self, options: Any) -> Pattern:
         make = GivenSets(options.sets, options.nested)
-        return patterns.Custom(causal=options.causal, masks=make, families=make.families, nested=options.nested)
+        return custom.Custom(causal=options.causal, masks=make, families=make.families, nested=options.nested)
 
 
 FEW = 4  # tokens of the sets that are asked for when a mechanism is made
