@@ -106,8 +106,8 @@ def test_listops_files(tmp_path):
         ("9\t[MAX 2 9 ]\n3\n", "line 2: 1 columns, expected 2"),
         ("9\t[MAX 2 8 ]\n", "line 1: label 9, but the expression comes to 8"),
         ("9\t[MAX 2 9\n", "a bracket is open"),
-        ("9\t[SUM 2 9 ]\n", "'\\[SUM' is no token"),
-        ("x\t[MAX 2 9 ]\n", "label 'x'|expected a digit|is no token"),
+        ("9\t[SUM 2 9 ]\n", "'\\[SUM' is not a token"),
+        ("x\t[MAX 2 9 ]\n", "label 'x'|expected a digit|is not a token"),
     ):
         (path / "bad.tsv").write_text(text)
         with pytest.raises(ValueError, match=words):

@@ -389,7 +389,7 @@ def test_predict_goes_on_past_lines_it_cannot_read(tmp_path):
         result = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), *given], input=typed)
         answers = result.stdout.split("\n")
         assert result.exit_code == 1 and len(answers) == 6 and answers[1:4] == ["", "", ""] and answers[4].isdigit()
-        assert "line 2: the expression: '[SUM' is no token" in result.stderr and "line 4: not UTF-8" in result.stderr
+        assert "line 2: the expression: '[SUM' is not a token" in result.stderr and "line 4: not UTF-8" in result.stderr
     lines.write_text("7\n")
     assert CliRunner().invoke(app, ["predict", str(tmp_path / "run"), "--file", str(lines)]).exit_code == 0
 
