@@ -92,7 +92,7 @@ NESTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, options", NESTED, ids=str)
+@pytest.mark.parametrize("name, options", NESTED, ids=("sets", "sets-topk", "mask", "plan", "plan-mean"))
 def test_nested_sets_of_ones_own(name, options, monkeypatch):
     """Rows of their own length share one list, on a CPU too where it is a plan."""
     monkeypatch.setattr(devices, "FEW", 8)
