@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ from subquad.studies import gpu_build, gpu_time
 from subquad.testing import check_attention
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def test_a_choice_reaches_the_thread_of_a_backward_pass():
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(devices.chosen).result() == "auto"
+        with devices.use("aten"), devices.use("reference"):
+            assert thread.submit(devices.chosen).result() == "reference"
+        assert thread.submit(devices.chosen).result() == "auto"
 
 
 def test_doctor_names_a_kernel_for_every_operator():

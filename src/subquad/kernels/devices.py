@@ -14,7 +14,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -57,22 +56,24 @@ OPERATORS = {
         Operator("maxima", ("reference",), "running maxima, in torch operators"),
     )
 }
-_chosen: ContextVar[str] = ContextVar("subquad_impl", default="")
+# Both of the process, not of a thread: the backward pass of a GPU runs in a thread of its own.
+_chosen: list[str] = []
+_refused: list[bool] = []
 
 
 @contextmanager
 def use(impl: str) -> Iterator[None]:
-    """Run the operators of this context with one implementation: "triton", "aten", "reference" or "auto"."""
-    token = _chosen.set(_checked(impl, "impl"))
+    """Inside, operators run with one implementation, in any thread: "triton", "aten", "reference" or "auto"."""
+    _chosen.append(_checked(impl, "impl"))
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _chosen.pop()
 
 
 def chosen() -> str:
     """What `use` or the environment variable SUBQUAD_IMPL asks for."""
-    return _chosen.get() or _checked(os.environ.get("SUBQUAD_IMPL") or "auto", "SUBQUAD_IMPL")
+    return _chosen[-1] if _chosen else _checked(os.environ.get("SUBQUAD_IMPL") or "auto", "SUBQUAD_IMPL")
 
 
 def _checked(impl: str, what: str) -> str:
@@ -96,9 +97,6 @@ def without_waiting() -> Iterator[None]:
         yield
     finally:
         _refused.pop()
-
-
-_refused: list[bool] = []  # of the process: the backward pass of a GPU runs in a thread of its own
 
 
 def may_wait() -> bool:
