@@ -14,7 +14,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from subquad.kernels.parallel import inline
-from subquad.kernels.vectors import BYTES, WORD, Emitter
+from subquad.kernels.vectors import BYTES, WORD, Emitter, fetch
 
 AHEAD = 16  # rows: fewer come too late from behind the second-level cache, more do not fit the first
 LINE = 64  # bytes
@@ -22,20 +22,12 @@ CACHE = 2**18  # bytes: larger arrays are asked for ahead
 _NUMBER = ir.IntType(32)
 
 
-def _fetch(builder: Any, address: Any) -> None:
-    flag, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
-    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], fnty=kind)
-    # to read, into every cache, data
-    builder.call(prefetch, [builder.inttoptr(address, pointer), flag(0), flag(3), flag(1)])
-
-
 @intrinsic
 def fetch_ahead(typingctx, address) -> Any:
     """Ask for the cache line at an address that will soon be read."""
 
     def emit(context, builder, signature, arguments):
-        _fetch(builder, arguments[0])
+        fetch(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.intp), emit
@@ -65,7 +57,7 @@ class _Rows:
 
     def _ask(self, place: Any) -> None:
         for offset in range(0, self.vectors * BYTES, LINE):
-            _fetch(self.e.builder, self.e.builder.add(place, WORD(offset)))
+            self.e.fetch(self.e.builder.add(place, WORD(offset)))
 
 
 def _dots(vectors: int, far: bool) -> Any:

@@ -24,6 +24,15 @@ BYTES = 32  # of a vector
 WORD = ir.IntType(64)
 
 
+def fetch(builder: Any, address: Any, to_write: bool = False) -> None:
+    """Ask for the cache line at an address that will soon be read or written; there need not be anything."""
+    flag, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], fnty=kind)
+    # into every cache, data
+    builder.call(prefetch, [builder.inttoptr(address, pointer), flag(int(to_write)), flag(3), flag(1)])
+
+
 class Emitter:
     """Loads, stores and arithmetic of vectors, at addresses."""
 
@@ -49,12 +58,7 @@ class Emitter:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=self.size)
 
     def fetch(self, address: Any, to_write: bool = False) -> None:
-        """Ask for the cache line at an address; there need not be anything."""
-        flag, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
-        prefetch = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer], fnty=kind)
-        # to read or to write, into every cache, data
-        self.builder.call(prefetch, [self.builder.inttoptr(address, pointer), flag(int(to_write)), flag(3), flag(1)])
+        fetch(self.builder, address, to_write)
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         return self.builder.call(self._multiply_add, [a, b, c])

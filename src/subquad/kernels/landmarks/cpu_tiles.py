@@ -1,7 +1,7 @@
 """The kernels of the landmarks on a CPU: a sequence after the other, a chunk of tokens at a time.
 
-Scores are exponentiated in memory that stays in the cache and are never written; products read values, and write
-outputs, where they stand. The convolution of some rows is the product of a band matrix and the values around them.
+A chunk is copied to memory that stays in the cache while the next one is fetched; scores are exponentiated there and
+never written. The convolution of some rows is the product of a band matrix and the values around them.
 
 A matrix is (address, stride of the batch, of heads, of rows) in entries; `like` holds 0 of its type.
 """

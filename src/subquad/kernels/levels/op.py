@@ -63,11 +63,11 @@ def attention_backward(
         rows.append(rows[-1].of_groups())
     found: list[Tensor] = []
     for number in reversed(range(levels)):
-        asking, keys, values = here = [mean[number] for mean in means]
-        runs = runs_of_level(asking.shape[1], block, number, q.device)
-        pairs = zip(here, found, strict=False)  # the coarsest level has none before it
-        begun = [_spread(coarse, torch.empty_like(x), steps[number + 1].shares) for x, coarse in pairs]
-        found = _differentiate(asking, keys, values, steps[number].bias, runs, scale, rows[number], begun)
+        x, y, z = (mean[number] for mean in means)
+        runs = runs_of_level(x.shape[1], block, number, q.device)
+        pairs = zip((x, y, z), found, strict=False)  # nothing has been found before the coarsest level
+        begun = [_spread(coarse, torch.empty_like(fine), steps[number + 1].shares) for fine, coarse in pairs]
+        found = _differentiate(x, y, z, steps[number].bias, runs, scale, rows[number], begun)
     return found
 
 
