@@ -167,8 +167,9 @@ class State:
 
     def part(self, memory: Memory, buffers: Buffers) -> State:
         """The same rows with some of the buffers, for a memory that is made of several."""
-        even = None if torch.compiler.is_compiling() else self.even  # a graph that read it would be one for that length
-        return replace(self, memory=memory, buffers=buffers, even=even)
+        # a graph that read the host's numbers would be one for that length
+        even, bound = (None, None) if torch.compiler.is_compiling() else (self.even, self.bound)
+        return replace(self, memory=memory, buffers=buffers, even=even, bound=bound)
 
     @property
     def batch_size(self) -> int:
