@@ -25,6 +25,7 @@ from subquad.kernels.masks import unpack_mask
 from subquad.kernels.sampler import Rules, sample, sample_rows
 from subquad.kernels.sampler import reference as sampler_reference
 from subquad.packing import packing_of
+from subquad.supports.binary import Logsparse
 from subquad.testing import cases
 from subquad.testing.case import close, masks
 from test_gpu_values import check_dropped, check_streaming, compare
@@ -112,6 +113,8 @@ def test_what_is_not_nested_is_refused():
         subquad.attention("pattern", num_heads=2, head_dim=4, sets=last, nested=True)
     with pytest.raises(ValueError, match="nested=True"):
         subquad.attention("combiner-plan", num_heads=2, head_dim=4, plan=halves, nested=True)
+    with pytest.raises(ValueError, match="nested=True"):  # the mirror image follows the length
+        subquad.attention("combiner-plan", num_heads=2, head_dim=4, plan=Logsparse(causal=False), nested=True)
     attention = subquad.attention("pattern", num_heads=2, head_dim=4, sets=last)
     q = torch.randn(2, 2, 9, 4)
     with as_on_a_gpu(), devices.without_waiting(), pytest.raises(ValueError, match="nested=True"):

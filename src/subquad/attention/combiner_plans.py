@@ -318,20 +318,19 @@ class CombinerPlan(Combiner):
 
     def make_partition(self, options: CombinerPlan.Options) -> Partition:
         given = options.plan
-        if isinstance(given, Partition):
-            if given.causal != options.causal:
-                raise ValueError(
-                    f"combiner-plan: plan has causal={given.causal}, the mechanism causal={options.causal}"
-                )
-            return given
-        if callable(given):
-            sets = IndexSets(sets=given, causal=options.causal)
-            if options.nested and not sets.is_nested_at(FEW):
-                raise ValueError(
-                    f"combiner-plan: nested=True, but the sets of {FEW} tokens are not those of {2 * FEW}, cut off"
-                )
-            return sets
-        raise TypeError(f"combiner-plan: plan must be a function n → (direct, groups) or a Partition, not {given!r}")
+        if callable(given) and not isinstance(given, Partition):
+            given = IndexSets(sets=given, causal=options.causal)
+        if not isinstance(given, Partition):
+            raise TypeError(
+                f"combiner-plan: plan must be a function n → (direct, groups) or a Partition, not {given!r}"
+            )
+        if given.causal != options.causal:
+            raise ValueError(f"combiner-plan: plan has causal={given.causal}, the mechanism causal={options.causal}")
+        if options.nested and not given.is_nested_at(FEW):
+            raise ValueError(
+                f"combiner-plan: nested=True, but the sets of {FEW} tokens are not those of up to {2 * FEW}, cut off"
+            )
+        return given
 
     def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
         return "the lengths of rows, which their plans depend on" if padded and not self.options.nested else ""
@@ -340,10 +339,10 @@ class CombinerPlan(Combiner):
         """A row at a time: a plan of one's own may divide every length in another way."""
         if call.lengths is None or self.options.nested:
             return cut_rows(self._attend(q, k, v, call), call.lengths)
-        if not may_look(call.lengths) and not torch.compiler.is_compiling():
-            raise ValueError(f"combiner-plan: {UNREAD}")
         if torch.compiler.is_compiling():
             raise ValueError("combiner-plan: key_mask is not supported in a compiled graph; call it eagerly")
+        if not may_look(call.lengths):
+            raise ValueError(f"combiner-plan: {UNREAD}")
         rows = []
         for b, size in enumerate(call.lengths.tolist()):
             mask = None if call.key_mask is None else call.key_mask[b : b + 1, :size]

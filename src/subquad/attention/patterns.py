@@ -221,9 +221,10 @@ class GivenSets:
         few = as_masks(sets(FEW)) if self.fixed is None else self.fixed
         self.families = len(few)
         self.length = None if self.fixed is None else self.fixed.shape[1]
-        if nested and self.fixed is None and not torch.equal(self(2 * FEW)[:, :FEW, :FEW], few):
+        longer = range(FEW + 1, 2 * FEW + 1) if nested and self.fixed is None else ()
+        if not all(torch.equal(self(n)[:, :FEW, :FEW], few) for n in longer):
             raise ValueError(
-                f"pattern: nested=True, but the sets of {FEW} tokens are not those of {2 * FEW} tokens, cut off"
+                f"pattern: nested=True, but the sets of {FEW} tokens are not those of up to {2 * FEW} tokens, cut off"
             )
 
     def __call__(self, n: int) -> Tensor:

@@ -160,6 +160,15 @@ class Partition(Support):
             _mark(row, self.direct(n, i), 1)
         return torch.from_numpy(drawn)
 
+    def is_nested_at(self, n: int) -> bool:
+        """Are the sets of n tokens those of n + 1 … 2n tokens, cut off?"""
+
+        def sets(length: int, i: int) -> tuple[set[int], set[frozenset[int]]]:
+            cut = {frozenset(j for j in group.members if j < n) for group in self.groups(length, i)}
+            return {j for j in self.direct(length, i) if j < n}, cut - {frozenset()}
+
+        return all(sets(n, i) == sets(more, i) for more in range(n + 1, 2 * n + 1) for i in range(n))
+
     def check(self, n: int, queries: Iterable[int] | None = None) -> None:
         """Raise unless the sets of every query (or of `queries`) are a partition of its support.
 
@@ -241,15 +250,6 @@ class IndexSets(GivenSupport, Partition):
 
     def groups(self, n, i):
         return _index_sets(self, n)[1][i]
-
-    def is_nested_at(self, n: int) -> bool:
-        """Are the sets of n tokens those of 2n tokens, cut off?"""
-
-        def sets(length: int, i: int) -> tuple[set[int], set[frozenset[int]]]:
-            cut = {frozenset(j for j in group.members if j < n) for group in self.groups(length, i)}
-            return {j for j in self.direct(length, i) if j < n}, cut - {frozenset()}
-
-        return all(sets(n, i) == sets(2 * n, i) for i in range(n))
 
 
 @lru_cache(maxsize=16)
