@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from subquad.kernels import devices
-from subquad.kernels.linear import chunks, gpu
+from subquad.kernels.linear import chunks, gpu, op
 from subquad.kernels.linear.cuda import room
 from subquad.kernels.linear.reference import kernel_weights, normalised
 
@@ -52,6 +52,25 @@ def test_the_walk_equals_the_formula(scaled, normalise, precision):
 def test_the_walk_equals_the_formula_at_other_sizes(n, features, width, precision):
     for scaled in (False, True):
         check(1, n, features, width, scaled, normalise=True)
+
+
+@pytest.mark.parametrize("elu", [False, True])
+def test_half_precision_is_computed_in_float32(elu, monkeypatch):
+    """The whole operator in float16, features included: within the rounding of its inputs and outputs."""
+    monkeypatch.setattr(op, "room", lambda a, v: gpu)
+    monkeypatch.setattr(op.cpu, "takes", lambda *tensors: False)
+    a, b, v, grad, _ = (x if x is None else x[None].half() for x in drawn(2, 71, 20, 40, False))
+    exact = [x.double().requires_grad_() for x in (a, b, v)]
+    given = [x.requires_grad_() for x in (a, b, v)]
+    features = [op.elu_plus_one(x) for x in exact[:2]] if elu else exact[:2]
+    want = normalised(kernel_weights(*features, None, causal=True)) @ exact[2]
+    out = op.kernel_sums(*given, causal=True, elu=elu)
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
+    found, expected = torch.autograd.grad(out, given, grad), torch.autograd.grad(want, exact, grad.double())
+    for name, x, y in zip(("a", "b", "v"), found, expected, strict=True):
+        assert x.dtype == torch.float16
+        torch.testing.assert_close(x.double(), y, rtol=2e-3, atol=2e-3, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_a_query_without_weight_gets_nothing():

@@ -15,7 +15,7 @@ from subquad.attention import sbm
 from subquad.attention.base import Call
 from subquad.kernels.edges import EdgeList
 from subquad.kernels.graphs import cpu as graph_cpu
-from subquad.kernels.graphs import list_route
+from subquad.kernels.graphs import graph_attention, list_route
 from subquad.kernels.graphs import memberships as nodes
 from subquad.kernels.graphs import reference as graph_reference
 from subquad.kernels.masks import pack_mask, unpack_mask
@@ -426,6 +426,24 @@ def test_operator_declarations(operator):
     }[operator]
     result = torch.library.opcheck(getattr(torch.ops.subquad, operator).default, arguments)
     assert len(result) == 4 and set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("crossover", [-1.0, 2.0])  # rows of a mask, rows of a list
+def test_half_precision_is_float32_inside(crossover):
+    """Memberships may keep their float32: every gradient has the dtype of what it is the gradient of."""
+    tensors = [x.detach().half() for x in inputs(7)]
+    draw = torch.Generator().manual_seed(3)
+    tensors += [torch.rand(2, 2, 7, 3, generator=draw) for _ in range(2)]
+    drawn = sample(tensors[3] / 3, tensors[4], SEED, None, Rules(crossover=crossover))
+    outs, grads = [], []
+    for exact in (False, True):
+        leaves = [(x.float() if exact else x.clone()).requires_grad_() for x in tensors]
+        outs.append(graph_attention(*leaves, drawn, scale=0.4))
+        grads.append(torch.autograd.grad(outs[-1].float().square().sum(), leaves))
+    assert [x.dtype for x in grads[0]] == [x.dtype for x in tensors]
+    torch.testing.assert_close(outs[0], outs[1].half(), rtol=0, atol=0)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -60,11 +60,12 @@ def entries() -> Iterator[Entry]:
     for variant, constants in MERGE.items():
         for name, kernel in (("forward", "forward"), ("dq", "query_gradient"), ("dk, dv", "key_gradient")):
             yield Entry(f"merge {name}{variant}", partial(_merge, kernel, constants))
-    for variant, constants in EDGES.items():  # half precision is made float32 before
+    kinds = ("float16", "bfloat16", "float32")  # nothing is multiplied by tensor cores
+    for variant, constants in EDGES.items():
         for name in ("edges forward", "edges backward"):
-            yield Entry(f"{name}{variant}", partial(_edges, name, constants), ("float32",), multiplies=False)
-    yield Entry("edges sums", partial(_edges, "edges sums", {}), ("float32",), multiplies=False)
-    for variant, constants in LINEAR.items():
+            yield Entry(f"{name}{variant}", partial(_edges, name, constants), kinds, multiplies=False)
+    yield Entry("edges sums", partial(_edges, "edges sums", {}), kinds, multiplies=False)
+    for variant, constants in LINEAR.items():  # half precision is made float32 before, with the features
         for name in ("forward", "da", "db", "dv"):
             yield Entry(f"linear {name}{variant}", partial(_walk, name, constants), ("float32", "TF32"))
 
@@ -120,7 +121,7 @@ def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int, amd: bool
         "edges forward": (rows.attention_rows, ("Out",), ("n", "m", "heads", "group", "graphs", "share"), {}),
         "edges backward": (
             rows.gradient_rows,
-            ("Grad", "Dq", "Ds", "P", "Credit"),
+            ("Grad", "Dq"),
             ("n", "m", "edges", "heads", "group", "graphs", "share", "reach"),
             {"MODE": gpu.MODES["pre"]},
         ),
@@ -130,9 +131,11 @@ def _edges(name: str, variant: dict[str, Any], kind: Kind, width: int, amd: bool
     whole = dict.fromkeys(numbers, "i32")
     sizes, pointer, options = {**gpu.widths(width), **constants}, f"*{kind.triton}", devices.launch_options(kind.dtype)
     if name == "edges sums":
-        given = {x: pointer for x in ("W", "X", "Out")} | {"indptr": "*i64", "places": "*i32", "slots": "*i64"}
+        given = {"W": "*fp32", "X": pointer, "Out": pointer} | {"indptr": "*i64", "places": "*i32", "slots": "*i64"}
         return Launch(function, given | whole, sizes, 4, 3, f"1×{gpu.EDGES}", options)
-    given = {x: pointer for x in ("Q", "K", "V", *outputs)} | {"indptr": "*i64", "indices": "*i32"}
+    given = {x: pointer for x in ("Q", "K", "V", *outputs)}
+    given |= dict.fromkeys(("Ds", "P", "Credit") if "Grad" in outputs else (), "*fp32")  # numbers per edge
+    given |= {"indptr": "*i64", "indices": "*i32"}
     drawn = {"real": "*u8", "numbers": "*i64", "columns": "*i64", "seed": "*i64"}
     given |= drawn if variant else dict.fromkeys(drawn, pointer)  # not there: queries stand for them
     real = dict.fromkeys(("scale", "rate", "up"), "fp32")

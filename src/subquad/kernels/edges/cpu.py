@@ -16,6 +16,7 @@ from torch import Tensor
 from subquad.core.hashing import dropout_seed, ranks
 from subquad.kernels.edges import loops
 from subquad.kernels.parallel import launch, run, run_rows
+from subquad.kernels.precision import in_float32
 
 NO_CREDIT = (0, -1, np.empty((1, 0)))
 
@@ -87,6 +88,7 @@ def sums(
     return out
 
 
+@in_float32
 def attention(
     q: Tensor, k: Tensor, v: Tensor, indptr: Tensor, indices: Tensor, share: int, key_mask: Tensor | None,
     seed: Tensor | None, scale: float, dropout: float,
@@ -101,6 +103,7 @@ def attention(
     return out
 
 
+@in_float32
 def attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, indptr: Tensor, indices: Tensor, share: int,
     key_mask: Tensor | None, seed: Tensor | None, scale: float, dropout: float,

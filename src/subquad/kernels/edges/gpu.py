@@ -1,4 +1,7 @@
-"""The edge operators on a GPU: launches of the Triton kernels of `triton_rows`, and the list by key."""
+"""The edge operators on a GPU: launches of the Triton kernels of `triton_rows`, and the list by key.
+
+Half precision is read and written as it is; a number per edge is float32, and so is everything in between.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def attention(
         dropout,
         1 / (1 - dropout),
         **constants,
-        **devices.launch_options(torch.float32),
+        **devices.launch_options(q.dtype),
     )
     return out
 
@@ -79,7 +82,8 @@ def gradients(dout, q, k, v, edges: EdgeList, key_mask, counted, seed, scale, dr
 
     dout, q, k, v = (x.contiguous() for x in (dout, q, k, v))
     instances = q.shape[0] * q.shape[1]
-    ds, p = (q.new_empty(instances // edges.num_graphs, edges.num_edges) for _ in range(2))
+    per_edge = (instances // edges.num_graphs, edges.num_edges)
+    ds, p = (q.new_empty(per_edge, dtype=torch.float32) for _ in range(2))
     credit = torch.empty_like(ds) if mode else ds
     dq = torch.empty_like(q)
     given, constants = _random(q, k, key_mask, seed, dropout, counted)
@@ -87,7 +91,7 @@ def gradients(dout, q, k, v, edges: EdgeList, key_mask, counted, seed, scale, dr
     sizes = (q.shape[2], k.shape[2], edges.num_edges, heads, group, edges.num_graphs, edges.share, reach)
     numbers = (scale, dropout, 1 / (1 - dropout))
     lists = (edges.indptr, edges.indices)
-    constants |= {"MODE": mode, **devices.launch_options(torch.float32)}
+    constants |= {"MODE": mode, **devices.launch_options(q.dtype)}
     rows.gradient_rows[(q.shape[2], instances)](
         q, k, v, dout, dq, ds, p, credit, *lists, *given, *sizes, *numbers, **constants
     )
@@ -131,7 +135,7 @@ def _sum(w, x, out, lists, edges: EdgeList, spread: int, gather: int, moved: boo
         *sizes,
         **widths(x.shape[3]),
         MOVED=moved,
-        **devices.launch_options(torch.float32),
+        **devices.launch_options(x.dtype),
     )
 
 

@@ -49,9 +49,7 @@ def edge_attention(
     _check(edges, q=q, k=k, v=v)
     seed = _check_random(edges, q, key_mask, dropout, seed)
     k, v = _without_padding(key_mask, k, v)
-    work = torch.promote_types(q.dtype, torch.float32)
-    lists = edges.indptr, edges.indices, edges.share
-    return attention_op(q.to(work), k.to(work), v.to(work), *lists, key_mask, seed, scale, dropout).to(q.dtype)
+    return attention_op(q, k, v, edges.indptr, edges.indices, edges.share, key_mask, seed, scale, dropout)
 
 
 def edge_mapped_attention(

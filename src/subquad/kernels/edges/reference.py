@@ -11,6 +11,7 @@ from torch import Tensor
 
 from subquad.core.hashing import dropout_factors, ranks
 from subquad.kernels.edges.lists import EdgeList
+from subquad.kernels.precision import in_float32
 
 
 def scores(q: Tensor, k: Tensor, indptr: Tensor, indices: Tensor, share: int, scale: float) -> Tensor:
@@ -35,6 +36,7 @@ def sums(
     return out.unflatten(1, (heads, -1)).sum(2) if transposed else out
 
 
+@in_float32
 def attention(
     q: Tensor,
     k: Tensor,
@@ -54,6 +56,7 @@ def attention(
     return sums(p, v, indptr, indices, share, q.shape[1], k.shape[2], False)
 
 
+@in_float32
 def attention_backward(
     dout: Tensor,
     q: Tensor,

@@ -3,6 +3,7 @@
 Tensors are contiguous: queries (B·H, n, d), keys and values (B·H/group, m, d), a number per edge (B·H // g, E); see
 `EdgeList` for indptr, indices and share. `real` is bool (B, m) as uint8; `numbers` (B, n) and `columns` (B, m), int64,
 are what dropout counts by. Nothing is added atomically: the same bits at every run.
+Queries, keys, values and their gradients may be of half precision, a number per edge is float32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def row_scores(q, K, indices, real, columns, e, stop, base, low, high, scale, ra
     inside = e < stop
     j = tl.load(indices + e, mask=inside, other=0)
     k = tl.load(K + j.to(tl.int64)[:, None] * D + f[None, :], mask=inside[:, None] & (f < D)[None, :], other=0.0)
-    s = tl.sum(k * q[None, :], 1) * scale
+    s = tl.sum(k.to(tl.float32) * q[None, :], 1) * scale
     seen = inside
     if MASK:
         seen = seen & (tl.load(real + base + j, mask=inside, other=0) != 0)
@@ -42,7 +43,7 @@ def attention_rows(
     b, r, f = t // heads, t // share % graphs, tl.arange(0, DP)
     start, stop = tl.load(indptr + r * (n + 1) + i), tl.load(indptr + r * (n + 1) + i + 1)
     place = t.to(tl.int64) * n + i
-    q = tl.load(Q + place * D + f, mask=f < D, other=0.0)
+    q = tl.load(Q + place * D + f, mask=f < D, other=0.0).to(tl.float32)
     own = (t // group).to(tl.int64) * m * D
     low, high = i.to(tl.uint32), i.to(tl.uint32)
     if DROP:
@@ -61,7 +62,7 @@ def attention_rows(
             p = tl.where(kept, p * up, 0.0)
         at = V + own + j.to(tl.int64)[:, None] * D + f[None, :]
         v = tl.load(at, mask=inside[:, None] & (f < D)[None, :], other=0.0)
-        acc, top = acc * shrink + tl.sum(p[:, None] * v, 0), new
+        acc, top = acc * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0), new
     tl.store(Out + place * D + f, acc / tl.where(total == 0, 1.0, total), mask=f < D)
 
 
@@ -79,8 +80,8 @@ def gradient_rows(
     b, r, f = t // heads, t // share % graphs, tl.arange(0, DP)
     start, stop = tl.load(indptr + r * (n + 1) + i), tl.load(indptr + r * (n + 1) + i + 1)
     place = t.to(tl.int64) * n + i
-    q = tl.load(Q + place * D + f, mask=f < D, other=0.0)
-    g = tl.load(Grad + place * D + f, mask=f < D, other=0.0)
+    q = tl.load(Q + place * D + f, mask=f < D, other=0.0).to(tl.float32)
+    g = tl.load(Grad + place * D + f, mask=f < D, other=0.0).to(tl.float32)
     own = (t // group).to(tl.int64) * m * D
     row = (t // (share * graphs) * share + t % share).to(tl.int64) * edges
     low, high = i.to(tl.uint32), i.to(tl.uint32)
@@ -94,7 +95,7 @@ def gradient_rows(
         )
         at = V + own + j.to(tl.int64)[:, None] * D + f[None, :]
         v = tl.load(at, mask=inside[:, None] & (f < D)[None, :], other=0.0)
-        dp = tl.sum(v * g[None, :], 1)
+        dp = tl.sum(v.to(tl.float32) * g[None, :], 1)
         if DROP:
             dp = tl.where(kept, dp * up, 0.0)
         new = tl.maximum(top, tl.max(s, 0))
@@ -112,12 +113,12 @@ def gradient_rows(
         spread = j.to(tl.int64)[:, None] * D + f[None, :]
         k = tl.load(K + own + spread, mask=inside[:, None] & (f < D)[None, :], other=0.0)
         v = tl.load(V + own + spread, mask=inside[:, None] & (f < D)[None, :], other=0.0)
-        dp, p = tl.sum(v * g[None, :], 1), tl.exp(s - base) / whole
+        dp, p = tl.sum(v.to(tl.float32) * g[None, :], 1), tl.exp(s - base) / whole
         weight = p
         if DROP:
             dp, weight = tl.where(kept, dp * up, 0.0), tl.where(kept, p * up, 0.0)
         ds = p * (dp - mean)
-        acc += tl.sum((ds * scale)[:, None] * k, 0)
+        acc += tl.sum((ds * scale)[:, None] * k.to(tl.float32), 0)
         tl.store(Ds + row + e, ds * scale, mask=inside)
         tl.store(P + row + e, weight, mask=inside)
         if MODE > 0:
@@ -152,5 +153,5 @@ def sum_rows(
             w = tl.load(W + row + at, mask=inside, other=0.0)
             mask = inside[:, None] & (f < D)[None, :]
             x = tl.load(X + own + j.to(tl.int64)[:, None] * D + f[None, :], mask=mask, other=0.0)
-            acc += tl.sum(w[:, None] * x, 0)
+            acc += tl.sum(w[:, None] * x.to(tl.float32), 0)
     tl.store(Out + (t.to(tl.int64) * n + i) * D + f, acc, mask=f < D)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from subquad.kernels.graphs import list_route, mask_route, tile_route
+from subquad.kernels.precision import in_float32
 
 
+@in_float32
 def attention(q, k, v, w, z, indptr, indices, mask, key_mask, seed, scale, dropout, ste, causal, reach) -> Tensor:
     random = (key_mask, seed, scale, dropout)
     parts = [tile_route.forward(q, k, v, mask, *random)] if mask.numel() else []
@@ -15,6 +17,7 @@ def attention(q, k, v, w, z, indptr, indices, mask, key_mask, seed, scale, dropo
     return sum(parts[1:], parts[0])
 
 
+@in_float32
 def attention_backward(
     grad, q, k, v, w, z, indptr, indices, mask, key_mask, seed, scale, dropout, ste, causal, reach, gated
 ) -> tuple[Tensor, ...]:

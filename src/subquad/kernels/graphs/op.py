@@ -47,10 +47,8 @@ def graph_attention(
         raise TypeError("seed must be an int64 tensor where dropout > 0, not None")
     if ste == "difference" and key_mask is not None:
         z = z * key_mask[:, None, :, None]  # no credit for padding, which cannot be drawn
-    work = torch.promote_types(q.dtype, torch.float32)
-    tensors = [x.to(work) for x in (q, k, v, w, z)]
     drawn = (graphs.indptr, graphs.indices, graphs.mask, key_mask, seed if dropout else None)
-    return attention_op(*tensors, *drawn, scale, dropout, ste, causal, reach).to(q.dtype)
+    return attention_op(q, k, v, w, z, *drawn, scale, dropout, ste, causal, reach)
 
 
 @attention_op.register_fake

@@ -15,6 +15,7 @@ from subquad.core.hashing import dropout_factors, ranks
 from subquad.kernels.edges import EdgeList
 from subquad.kernels.edges import reference as edges_room
 from subquad.kernels.masks import unpack_mask
+from subquad.kernels.precision import in_float32
 
 MODES = ("pre", "published", "difference")
 REST = 1e-3  # `difference` takes 1 - A_ij no smaller: v_j - out has lost its digits by then
@@ -22,6 +23,7 @@ PAIRS = 2**24  # of a mask, at a time
 NEEDS_MASK = "ste=difference looks at every pair: its rows must come as a mask"
 
 
+@in_float32
 def attention(
     q: Tensor,
     k: Tensor,
@@ -56,6 +58,7 @@ def attention(
     return sum(parts[1:], parts[0])
 
 
+@in_float32
 def attention_backward(
     grad: Tensor,
     q: Tensor,
