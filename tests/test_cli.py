@@ -272,6 +272,7 @@ def test_numbers_are_written_for_people():
         ("train lm-bytes --attention fnet", "fnet: causal=True is not supported; it is bidirectional only"),
         ("train needle --attention luna:causal=true", "causal is the model's to say (false here): leave it out"),
         ("compare needle --attention full --rates 1e-3 --set rate=1e-3,2e-3", "mean the same: give one of them"),
+        ("train needle --set rate=1e-3,2e-3", "subquad compare needle --attention 'full' --rates 1e-3,2e-3"),
         ("compare needle --attention hca", "hca: causal=False is not supported; it is causal only"),
         ("reproduce --column none", "NAME is missing"),
         ("reproduce sbm-table-3 --pages docs", "--pages runs nothing: leave out sbm-table-3"),

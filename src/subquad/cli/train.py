@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from subquad.core.console import out
 from subquad.core.options import fields
 from subquad.tasks import available, check_data, check_mechanisms, check_settings, describe, task_class
 from subquad.tasks import task as make_task
+from subquad.training.rates import take_rates
 from subquad.training.start import check_start, slug
 
 Settings = Annotated[
@@ -65,6 +67,7 @@ def train(
     """
     specs = split_attention(attention)
     check_name(attention)
+    check_one_rate(task, attention, settings or ())
     check_settings(task, settings or (), recipe)
     check_mechanisms(task, specs, settings or (), recipe)
     where = folder or Path("out/train") / task / slug("+".join(specs)) / f"seed{seed}"
@@ -85,6 +88,13 @@ def split_attention(text: str) -> list[str]:
     if not all(specs):
         raise typer.BadParameter(f"--attention must be a spec, or several separated by |, not {text!r}")
     return specs
+
+
+def check_one_rate(task: str, attention: str, settings: Sequence[str]) -> None:
+    rates = take_rates(settings)[1]
+    if rates:
+        command = f"subquad compare {task} --attention '{attention}' --rates {','.join(rates)}"
+        raise typer.BadParameter(f"train takes one rate; to try several and keep the best on validation: {command}")
 
 
 def make_run(task: str, specs: list[str], recipe: str, settings: Any, seed: int, folder: Path, data: Path | None):
