@@ -30,6 +30,15 @@ def test_a_choice_reaches_the_thread_of_a_backward_pass():
         assert thread.submit(devices.chosen).result() == "auto"
 
 
+def test_threads_that_choose_at_the_same_time_take_back_their_own_choice():
+    first, second = devices.use("reference"), devices.use("aten")
+    with first:
+        second.__enter__()
+    assert devices.chosen() == "aten"  # whoever came first has left first
+    second.__exit__(None, None, None)
+    assert devices.chosen() == "auto"
+
+
 def test_doctor_names_a_kernel_for_every_operator():
     pytest.importorskip("triton", reason="triton is not installed")
     found = CliRunner().invoke(app, ["doctor", "--dtype", "float64"])

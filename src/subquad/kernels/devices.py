@@ -57,23 +57,25 @@ OPERATORS = {
     )
 }
 # Both of the process, not of a thread: the backward pass of a GPU runs in a thread of its own.
-_chosen: list[str] = []
+_chosen: dict[object, str] = {}  # what was asked for last stands last
 _refused: list[bool] = []
 
 
 @contextmanager
 def use(impl: str) -> Iterator[None]:
     """Inside, operators run with one implementation, in any thread: "triton", "aten", "reference" or "auto"."""
-    _chosen.append(_checked(impl, "impl"))
+    mine = object()
+    _chosen[mine] = _checked(impl, "impl")
     try:
         yield
-    finally:
-        _chosen.pop()
+    finally:  # what another thread has asked for since stays
+        del _chosen[mine]
 
 
 def chosen() -> str:
     """What `use` or the environment variable SUBQUAD_IMPL asks for."""
-    return _chosen[-1] if _chosen else _checked(os.environ.get("SUBQUAD_IMPL") or "auto", "SUBQUAD_IMPL")
+    asked = list(_chosen.values())
+    return asked[-1] if asked else _checked(os.environ.get("SUBQUAD_IMPL") or "auto", "SUBQUAD_IMPL")
 
 
 def _checked(impl: str, what: str) -> str:
