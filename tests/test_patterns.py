@@ -223,3 +223,12 @@ def test_sets_of_another_length_are_refused_by_name():
     attention = subquad.attention("pattern", num_heads=1, head_dim=2, sets=[[0], [1]])
     with pytest.raises(ValueError, match=r"sets for a sequence of length 3 have length 2, not 3$"):
         attention(*torch.randn(3, 1, 1, 3, 2))
+
+
+def test_a_mask_that_is_changed_later_is_not_that_of_the_mechanism():
+    mask, x = torch.ones(4, 4, dtype=torch.bool), torch.randn(1, 1, 4, 2)
+    attention = subquad.attention("pattern", num_heads=1, head_dim=2, sets=mask)
+    before = attention.weights(x, x)
+    mask.fill_(False).fill_diagonal_(True)
+    assert torch.equal(attention.weights(x, x), before)
+    torch.testing.assert_close(attention(x, x, x), before @ x)

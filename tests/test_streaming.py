@@ -387,3 +387,21 @@ def test_a_state_is_used_once(spec):
     _, state = a.extend(q[:, :, :20], k[:, :, :20], v[:, :, :20], a.start(1))
     for _ in range(2):  # with gradients nothing is written
         torch.testing.assert_close(a.extend(*rest, state)[0], expected[:, :, 20:])
+
+
+def quarters(n):
+    """Sets that follow from the length."""
+    part = torch.arange(n) * 4 // n
+    return part[:, None] == part
+
+
+def part_and_rest(n):
+    seen = quarters(n)
+    return [row.nonzero()[:, 0].tolist() for row in seen], [[(~row).nonzero()[:, 0].tolist()] for row in seen]
+
+
+@pytest.mark.parametrize("name, options", [("pattern", {"sets": quarters}), ("combiner-plan", {"plan": part_and_rest})])
+def test_sets_that_depend_on_the_length_cannot_stream(name, options):
+    """How long the sequence becomes is not known: the split would decide what a query sees."""
+    with pytest.raises(ValueError, match=f"{name}: streaming needs sets that do not depend on the length"):
+        of(name, **options).start(1)

@@ -321,15 +321,11 @@ class CombinerPlan(Combiner):
         if callable(given) and not isinstance(given, Partition):
             given = IndexSets(sets=given, causal=options.causal)
         if not isinstance(given, Partition):
-            raise TypeError(
-                f"combiner-plan: plan must be a function n → (direct, groups) or a Partition, not {given!r}"
-            )
+            raise TypeError(f"combiner-plan: plan must be a function n → (direct, groups) or Partition, not {given!r}")
         if given.causal != options.causal:
             raise ValueError(f"combiner-plan: plan has causal={given.causal}, the mechanism causal={options.causal}")
         if options.nested and not given.is_nested_at(FEW):
-            raise ValueError(
-                f"combiner-plan: nested=True, but the sets of {FEW} tokens are not those of up to {2 * FEW}, cut off"
-            )
+            raise ValueError(f"combiner-plan: nested=True, but {FEW} tokens have other sets than up to {2 * FEW}")
         return given
 
     def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:
@@ -352,6 +348,10 @@ class CombinerPlan(Combiner):
             out = self._attend(x, y, z, own) if size else x
             rows.append(F.pad(out, (0, 0, 0, q.shape[2] - size)))
         return torch.cat(rows)
+
+    def make_memory(self, margin):
+        entrance.require_steady_sets(self.name, self.partition.is_nested_at)
+        return super().make_memory(margin)
 
     def attend_aligned(self, q, k, v, real, lengths, seed):
         """Streaming needs sets that follow from the position of a query alone: one plan has those of all rows."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from subquad.attention.pattern_attention import PatternAttention, PatternOptions
+from subquad.attention.states.entrance import require_steady_sets
 from subquad.core.options import option
 from subquad.supports import custom, drawn, patterns
 from subquad.supports.pattern import Pattern
@@ -209,6 +211,10 @@ class Custom(PatternAttention):
         make = GivenSets(options.sets, options.nested)
         return custom.Custom(causal=options.causal, masks=make, families=make.families, nested=options.nested)
 
+    def make_memory(self, margin):
+        require_steady_sets(self.name, partial(self.pattern.masks.is_nested_at, causal=True))
+        return super().make_memory(margin)
+
 
 FEW = 4  # tokens of the sets that are asked for when a mechanism is made
 
@@ -217,15 +223,22 @@ class GivenSets:
     """A user's sets, n → bool (p, n, n); a class, so that a configured mechanism can be pickled."""
 
     def __init__(self, sets: Any, nested: bool = False) -> None:
-        self.sets, self.fixed, self.nested = sets, None if callable(sets) else as_masks(sets), nested
-        few = as_masks(sets(FEW)) if self.fixed is None else self.fixed
-        self.families = len(few)
+        # a copy: who goes on to change a mask does not change the mechanisms that were made with it
+        self.sets, self.fixed, self.nested = sets, None if callable(sets) else as_masks(sets).clone(), nested
+        self.families = len(as_masks(sets(FEW)) if self.fixed is None else self.fixed)
         self.length = None if self.fixed is None else self.fixed.shape[1]
-        longer = range(FEW + 1, 2 * FEW + 1) if nested and self.fixed is None else ()
-        if not all(torch.equal(self(n)[:, :FEW, :FEW], few) for n in longer):
+        if nested and not self.is_nested_at(FEW):
             raise ValueError(
                 f"pattern: nested=True, but the sets of {FEW} tokens are not those of up to {2 * FEW} tokens, cut off"
             )
+
+    def is_nested_at(self, n: int, causal: bool = False) -> bool:
+        """Are the sets of n tokens those of n + 1 … 2n tokens, cut off? `causal`: as far as keys are not later."""
+        if self.fixed is not None:
+            return True
+        several = [self(length)[:, :n, :n] for length in range(n, 2 * n + 1)]
+        several = [masks.tril() for masks in several] if causal else several
+        return all(torch.equal(masks, several[0]) for masks in several[1:])
 
     def __call__(self, n: int) -> Tensor:
         masks = as_masks(self.sets(n)) if self.fixed is None else self.fixed

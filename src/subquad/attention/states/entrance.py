@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,21 @@ def start(
     memory = memory_of(module, rollback)
     tokens: Buffers | None = {} if rollback is None and memory.forgets else None
     return State(name, memory, zero, zero, seed, rollback, dtype, even=0, bound=0, tokens=tokens)
+
+
+STEADY = (4, 16)  # tokens that sets of one's own are tried at
+
+
+def require_steady_sets(name: str, is_nested_at: Callable[[int], bool]) -> None:
+    """Refuse sets that follow from the length: streaming does not know how long a sequence becomes, so that what a
+    query saw would be the set of another length. `is_nested_at`: are the sets of n tokens those of up to 2n, cut off?
+    """
+    for n in STEADY:
+        if not is_nested_at(n):
+            raise ValueError(
+                f"{name}: streaming needs sets that do not depend on the length of the sequence, but those of {n} "
+                f"tokens are not those of up to {2 * n} tokens, cut off"
+            )
 
 
 def streams(module: Attention | type[Attention]) -> bool:
