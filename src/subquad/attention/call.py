@@ -36,4 +36,4 @@ class Record(NamedTuple):
 
 def draw_seed() -> Tensor:
     """One number from torch's global generator: everything random in a call follows from it."""
-    return torch.randint(2**62, ())
+    return torch.randint(2**62, (), device="cpu")

@@ -103,7 +103,7 @@ def refuse_unknown_arguments(attention: Any, names: Iterable[str]) -> None:
 def checked_seed(seed: Tensor | int | None) -> Tensor | None:
     """The seed as a tensor, int64 ()."""
     if isinstance(seed, int) and not isinstance(seed, bool):
-        return torch.tensor(seed)
+        return torch.tensor(seed, device="cpu")
     if seed is not None and not (isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.dim() == 0):
         kind = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, Tensor) else type(seed).__name__
         raise TypeError(f"seed must be an integer or an int64 tensor without dimensions, not {kind}")

@@ -152,7 +152,7 @@ class Nystrom(OutputAttention):
         q, n = q * self.options.softmax_scale, q.shape[2]
         size, outs = -(-n // self.options.landmarks), []
         for b in range(len(q)):
-            real = torch.ones(n, dtype=torch.bool) if call.key_mask is None else call.key_mask[b].cpu()
+            real = torch.ones(n, dtype=torch.bool, device="cpu") if call.key_mask is None else call.key_mask[b].cpu()
             segments = [real[s : s + size].nonzero()[:, 0] + s for s in range(0, n, size)]
             segments = [s for s in segments if len(s)]
             if not segments:

@@ -72,7 +72,7 @@ class Performer(KernelAttention):
     def _drawn(self, seed: int) -> Tensor:
         draw = torch.Generator().manual_seed(seed)
         make = gaussian_orthogonal if self.options.orthogonal else gaussian
-        return make(self.num_features, self.options.head_dim, draw).to(torch.get_default_dtype())
+        return make(self.num_features, self.options.head_dim, draw).to(torch.empty(0))  # the default device
 
     def features(self, q: Tensor, k: Tensor, call: Call) -> Features:
         return self._features_behind(q, k, call.key_mask, None, call)
@@ -125,7 +125,7 @@ class Performer(KernelAttention):
 
 
 def gaussian(rows: int, width: int, draw: torch.Generator) -> Tensor:
-    return torch.randn(rows, width, generator=draw, dtype=torch.float64)
+    return torch.randn(rows, width, generator=draw, dtype=torch.float64, device="cpu")
 
 
 def gaussian_orthogonal(rows: int, width: int, draw: torch.Generator) -> Tensor:

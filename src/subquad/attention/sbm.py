@@ -199,7 +199,7 @@ class Sbm(Attention):
     def picture(self, n: int) -> Tensor:
         """A graph per head, (H, n, n), sampled for random tokens; the support itself is everybody."""
         q, k = self._random_tokens(n)
-        return self.graph(q, k, seed=torch.tensor(0))[0].int()
+        return self.graph(q, k, seed=torch.tensor(0, device="cpu"))[0].int()
 
     @torch.no_grad()
     def connections(self, n: int, density: float | None = None) -> float:
@@ -211,7 +211,8 @@ class Sbm(Attention):
 
     def _random_tokens(self, n: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
-        q, k = torch.randn(2, 1, self.options.num_heads, n, self.options.head_dim, generator=draw).to(self.clusters)
+        shape = (2, 1, self.options.num_heads, n, self.options.head_dim)
+        q, k = torch.randn(shape, generator=draw, device="cpu").to(self.clusters)
         return q, k
 
     def host_reads(self, padded: bool, dtype: torch.dtype = torch.float32, length: int | None = None) -> str:

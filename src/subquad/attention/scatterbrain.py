@@ -74,7 +74,7 @@ class Scatterbrain(Attention):
 
     def _drawn(self, seed: int) -> tuple[Tensor, Tensor]:
         draw, width = torch.Generator().manual_seed(seed), self.options.head_dim
-        kind = torch.get_default_dtype()
+        kind = torch.empty(0)  # of the default type, on the default device
         projection = gaussian_orthogonal(self.num_features, width, draw).to(kind)
         return projection, gaussian(width, self.options.buckets // 2, draw).to(kind)
 

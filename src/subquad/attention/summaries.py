@@ -157,7 +157,7 @@ class _Reverse:
             return x.gather(2, self.order[:, None, :, None].expand(-1, *x.shape[1:2], -1, x.shape[3]))
         heads = x.shape[1]
         if heads not in self.indices:
-            first = torch.arange(len(x) * heads)[:, None] * x.shape[2]  # (B·H, 1)
+            first = torch.arange(len(x) * heads, device=x.device)[:, None] * x.shape[2]  # (B·H, 1)
             self.indices[heads] = (first + self.order.repeat_interleave(heads, 0)).flatten()  # (B·H·n,)
         return _Reordered.apply(x, self.indices[heads])
 
@@ -267,7 +267,7 @@ def attend_projected(module: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, ca
 def define_projected(module: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
     """The definition, group by group and a row of the batch at a time: (B, H, n, d)."""
     out = torch.zeros_like(v)
-    everyone = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+    everyone = q.new_ones(q.shape[0], q.shape[2], dtype=torch.bool) if key_mask is None else key_mask
     for b, own in real_spans(everyone):
         real = everyone[b]
         call = Call(real[None, own], None, None, 0.0, False, q.shape[2])

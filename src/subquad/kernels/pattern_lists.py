@@ -77,7 +77,7 @@ def pattern_mapped_attention(
         about["key_mask"] = None if key_mask is None else key_mask[rows, :size]
         edges = pattern_edges(x, support, families, size, heads, None)
         found = edge_mapped_attention(x, y, z, edges, probability_map, **about)
-        out = out.index_put((torch.arange(rows.start, rows.stop)[:, None, None], *_slots(x)), found)
+        out = out.index_put((torch.arange(rows.start, rows.stop, device=q.device)[:, None, None], *_slots(x)), found)
     return out
 
 

@@ -34,7 +34,7 @@ class NamedKeys(Keys):
     def _read(self, module: Any, chunk: Chunk, buffers: Buffers, named: Tensor, seed: Tensor | None) -> Tensor:
         b, h = chunk.q.shape[:2]
         groups = buffers["k"].shape[1]
-        families = torch.tensor(self.families).to(named.device, non_blocking=True)
+        families = torch.tensor(self.families, device="cpu").to(named.device, non_blocking=True)
         named = named[:, families] if len(self.sees) > 1 else named  # (B, H or 1, t, m)
         place = named.clamp(0, buffers["real"].shape[1] - 1)  # what is behind the last token of a row has none
         row = torch.arange(b, device=named.device).view(b, 1, 1, 1)

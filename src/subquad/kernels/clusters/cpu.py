@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-import torch
 from torch import Tensor
 
 from subquad.kernels.parallel import kernel, run
 
 
 def prefix(x: Tensor, cluster: Tensor, real: Tensor, clusters: int, is_max: bool) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     run(_prefix, *_arrays(x, cluster, real), clusters, is_max, out.numpy())
     return out
 
@@ -19,7 +18,7 @@ def prefix(x: Tensor, cluster: Tensor, real: Tensor, clusters: int, is_max: bool
 def prefix_backward(
     grad: Tensor, x: Tensor, out: Tensor, cluster: Tensor, real: Tensor, clusters: int, is_max: bool
 ) -> Tensor:
-    dx = torch.empty(x.shape, dtype=x.dtype)
+    dx = x.new_empty(x.shape)
     run(_prefix_backward, *_arrays(grad, x, out, cluster, real), clusters, is_max, dx.numpy())
     return dx
 

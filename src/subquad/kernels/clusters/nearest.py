@@ -52,7 +52,7 @@ def _in_torch(q: Tensor, k: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _on_cpu(q: Tensor, k: Tensor, centroids: Tensor) -> Tensor:
-    found, lanes = torch.empty(q.shape[:3], dtype=torch.int64), BYTES // q.element_size()
+    found, lanes = q.new_empty(q.shape[:3], dtype=torch.int64), BYTES // q.element_size()
     columns = F.pad(centroids.mT, (0, -centroids.shape[1] % lanes)).contiguous()  # (H, d, C and more)
     like = np.array([TINY], dtype=q.numpy().dtype)
     sizes = (*q.shape, centroids.shape[1])

@@ -51,13 +51,13 @@ def _bias(real: Tensor, q: Tensor) -> Tensor | None:
     """(G, n): padding is no key."""
     if bool(real.all()):
         return None
-    return torch.zeros(real.shape, dtype=q.dtype).masked_fill_(~real, -torch.inf)
+    return q.new_zeros(real.shape).masked_fill_(~real, -torch.inf)
 
 
 def _rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any):
     """Per round where the tokens stand, (G, n), and the tables of the kernels."""
     g, n = real.shape
-    first = torch.arange(g)[:, None] * n
+    first = torch.arange(g, device=order.device)[:, None] * n
     for sort, label in zip(order.view(-1, g, n), cluster.view(-1, g, n), strict=True):
         yield sort - first, _tables(label, *about)
 
@@ -65,14 +65,14 @@ def _rounds(order: Tensor, cluster: Tensor, real: Tensor, *about: Any):
 def _tables(cluster: Tensor, clusters: int, causal: bool, chunk: int, avoid_self: bool):
     """Tiles (T, 2), spans (T, 1, 4) and starts (G + 1,): clusters, cut into chunks, cut into tiles."""
     g = len(cluster)
-    label = (cluster + torch.arange(g)[:, None] * clusters).flatten()
+    label = (cluster + torch.arange(g, device=cluster.device)[:, None] * clusters).flatten()
     sizes = torch.bincount(label, minlength=g * clusters)
     begins = (sizes.view(g, -1).cumsum(1) - sizes.view(g, -1)).flatten()  # (G·C,): in the row of the sequence
     step = min(ROWS, chunk) if chunk else ROWS
     per_chunk = -(-chunk // step) if chunk else 1  # tiles of a chunk
     counts = _tiles_of(sizes, chunk, step, per_chunk)  # (G·C,)
-    owner = torch.arange(len(sizes)).repeat_interleave(counts)  # (T,)
-    number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    owner = torch.arange(len(sizes), device=sizes.device).repeat_interleave(counts)  # (T,)
+    number = torch.arange(len(owner), device=sizes.device) - (counts.cumsum(0) - counts)[owner]
     size = sizes[owner]
     piece = number // per_chunk if chunk else torch.zeros_like(number)  # which chunk
     low = piece * chunk + number % per_chunk * step if chunk else number * step  # ranks in the cluster

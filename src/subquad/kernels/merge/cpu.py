@@ -90,7 +90,7 @@ def _frames(rows: slice, plan: Plan, queries, keys, values, valid, gradients=())
     masks = {s: x[rows] if len(x) > 1 else x for s, x in enumerate(valid)}
     masks = {s: x[:, 0] for s, x in masks.items() if not bool(x[..., : plan.reaches.get(s) or None].all())}  # (b, m)
     pairs = max((part.pairs for part in plan.parts), default=0)
-    number = torch.arange(rows.start * heads, rows.stop * heads).view(-1, heads)  # (b, H)
+    number = torch.arange(rows.start * heads, rows.stop * heads, device="cpu").view(-1, heads)  # (b, H)
     for j in range(group):
         views = [[x[rows, j::group] if x.shape[1] == heads else x[rows] for x in xs] for xs in everything]
         count, size = len(number), heads // group
@@ -132,10 +132,10 @@ def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> t
     if valid is None:
         return mask, empty
     exists = keys_of(valid[..., None], part, plan)[..., 0]  # (G, A, S)
-    bias = torch.zeros(exists.shape, dtype=dtype).masked_fill_(~exists, -torch.inf)[:, :, None]  # (G, A, 1, S)
+    bias = exists.new_zeros(exists.shape, dtype=dtype).masked_fill_(~exists, -torch.inf)[:, :, None]  # (G, A, 1, S)
     if part.is_triangle:
         rows = part.queries.length
-        bias = bias + torch.full((rows, rows), -torch.inf, dtype=dtype).triu_(1)
+        bias = bias + bias.new_full((rows, rows), -torch.inf).triu_(1)
     mask = bias if mask is None else mask + bias
     return mask, mask.amax(-1) == -torch.inf
 

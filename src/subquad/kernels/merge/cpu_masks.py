@@ -43,7 +43,7 @@ class _MaskCache:
     def _make(part: Part, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         allowed = torch.from_numpy(part.allowed())  # (A or 1, L, S)
         empty = ~allowed.any(-1)  # (A or 1, L)
-        room = torch.zeros(allowed.numel() + SLACK, dtype=dtype)
+        room = allowed.new_zeros(allowed.numel() + SLACK, dtype=dtype)
         additive = room[: allowed.numel()].view(allowed.shape).masked_fill_(~allowed, -torch.inf)
         return additive, (empty if bool(empty.any()) else None)
 

@@ -88,9 +88,9 @@ def backward(
         least = min(x.shape[1] for x in (*keys, *values))
         shares = work.shares(len(q) * least, threads)
         clear = shares == 1 and sum(rows.stop - rows.start for rows, _ in chosen) == len(q)  # by those who add to them
-        make = torch.empty if clear else torch.zeros
+        make = q.new_empty if clear else q.new_zeros
         pairs = [*zip(keys, values, strict=True)]
-        dkv = [[make((shares * len(x), *x.shape[1:]), dtype=q.dtype) for x in pair] for pair in pairs]
+        dkv = [[make((shares * len(x), *x.shape[1:])) for x in pair] for pair in pairs]
         tables, _alive = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
         ends = (*(matrix(x) for x in (q, out, grad, dq)), *(x.flatten(0, 1).numpy() for x in (lse, sums.of)))
         about = (sums.known, int(onto is not None), *_numbers(scale, seed, dropout), clear)
@@ -104,7 +104,7 @@ def backward(
 def fresh(q: Tensor, chosen: Rows, count: int = 1) -> Tensor:
     """(count, *q.shape): the first phase writes every row, but batch elements without a token have no plan."""
     together = sum(rows.stop - rows.start for rows, _ in chosen) == len(q)
-    return (torch.empty if together else torch.zeros)((count, *q.shape), dtype=q.dtype)
+    return (q.new_empty if together else q.new_zeros)((count, *q.shape))
 
 
 class _Work:

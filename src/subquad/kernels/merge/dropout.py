@@ -48,8 +48,8 @@ class Settings(NamedTuple):
         return out, lse
 
     def backward(self, g: Tensor, q: Tensor, out: Tensor, lse: Tensor, views) -> tuple[Tensor, Tensor, Tensor]:
-        dq = torch.empty(q.shape, dtype=q.dtype)
-        dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (views.keys, views.values))
+        dq = q.new_empty(q.shape)
+        dk, dv = (x.new_empty(x.shape) for x in (views.keys, views.values))
         delta = (g * out).sum(-1)  # (G, A, L)
         for a, where in self._chunks(views, q):
             s, dp = q[:, a] @ views.keys[:, a].mT, g[:, a] @ views.values[:, a].mT  # (G, a, L, S)

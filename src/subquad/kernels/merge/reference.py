@@ -79,8 +79,10 @@ def key_places(part: Part, plan: Plan) -> Tensor:
     if not part.draws:
         return torch.from_numpy(part.keys.places())
     size = part.keys.length // part.draws
-    numbers = torch.tensor(plan.drawn).as_strided((part.keys.blocks, part.draws), (part.keys.step, 1), part.keys.start)
-    return (numbers[..., None] * size + torch.arange(size)).flatten(1)
+    numbers = torch.tensor(plan.drawn, device="cpu").as_strided(
+        (part.keys.blocks, part.draws), (part.keys.step, 1), part.keys.start
+    )
+    return (numbers[..., None] * size + torch.arange(size, device="cpu")).flatten(1)
 
 
 def _take(x: Tensor, key: Tensor, heads: int) -> Tensor:

@@ -25,7 +25,7 @@ def keys_of(x: Tensor, part: Part, plan: Plan) -> Tensor:
     """(G, A, S, d): a view, or a copy of the drawn blocks."""
     if not part.draws:
         return grid_view(x, part.keys)
-    numbers = torch.tensor(_numbers(part, plan)).to(x.device, non_blocking=True)
+    numbers = torch.tensor(_numbers(part, plan), device="cpu").to(x.device, non_blocking=True)
     blocks = _drawn_from(x, part).index_select(1, numbers)
     return blocks.view(x.shape[0], part.keys.blocks, part.keys.length, x.shape[2])
 

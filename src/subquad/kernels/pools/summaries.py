@@ -37,7 +37,7 @@ def span_summaries(
     """
     like, size_of = past[0], past[0].element_size()
     batch, heads, before, width = like.shape
-    out = [torch.empty(batch, heads, count, width, dtype=like.dtype) for _ in range(3)]
+    out = [like.new_empty(batch, heads, count, width) for _ in range(3)]
     kind = (np.zeros(1, like.numpy().dtype), size_of, width, heads, batch * heads, count, size, before)
     matrices = [tuple(matrix(x) for x in group) for group in (past, new, out)]
     _summaries.run(*kind, queue(), *matrices, int(pool == "max"), float(scale))

@@ -41,7 +41,7 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rules = Rules(sampler, causal, exploration, reach, crossover, alike)
     (batch, heads, n, _), m = w.shape, z.shape[2]
-    real = torch.ones(batch, m, dtype=torch.bool) if key_mask is None else key_mask
+    real = w.new_ones(batch, m, dtype=torch.bool) if key_mask is None else key_mask
     z = z if key_mask is None else z * real[:, None, :, None]
     x, y = (a.flatten(0, 1).contiguous() for a in (w, z))  # (B·H, n, k), (B·H, m, k)
     keys = _Keys.of(real, heads, n, causal)

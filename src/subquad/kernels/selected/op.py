@@ -86,7 +86,7 @@ def _bias(key_mask: Tensor | None, q: Tensor) -> Tensor | None:
     """(G, n): -inf for keys that do not exist."""
     if key_mask is None:
         return None
-    bias = torch.zeros(key_mask.shape, dtype=q.dtype).masked_fill_(~key_mask, -torch.inf)
+    bias = q.new_zeros(key_mask.shape).masked_fill_(~key_mask, -torch.inf)
     return bias.repeat_interleave(q.shape[1], 0)
 
 

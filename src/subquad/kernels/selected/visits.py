@@ -42,8 +42,8 @@ def tables(chosen: Tensor, block: int, n: int) -> tuple[Tensor, tuple[Tensor, Te
     flat = counts.flatten()  # (G·N,)
     begins = (counts.cumsum(1) - counts).flatten()
     many = -(-flat // MOST)  # tiles of a block
-    owner = torch.arange(len(flat)).repeat_interleave(many)  # (T,)
-    number = torch.arange(len(owner)) - (many.cumsum(0) - many)[owner]
+    owner = torch.arange(len(flat), device=flat.device).repeat_interleave(many)  # (T,)
+    number = torch.arange(len(owner), device=flat.device) - (many.cumsum(0) - many)[owner]
     rows = (flat[owner] - number * MOST).clamp(max=MOST)
     first = owner % blocks * block  # its first key
     everything = torch.full_like(first, EVERYTHING)
