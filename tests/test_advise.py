@@ -492,6 +492,13 @@ def test_advise_prints_tables_that_fit_the_window(run, columns):
         assert title in result.stdout
 
 
+def test_advise_names_every_row_in_a_narrow_window(run):
+    result = run("advise", "--n", 16384, "--causal", "--memory", "4GiB", columns=40)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert {"linear", "strided", "full"} <= set(lines) and any(line.startswith("  time: ") for line in lines)
+
+
 def test_advise_of_an_impossible_wish(run):
     result = run("advise", "--n", 10**9, "--memory", "1GiB", columns=80)
     assert result.exit_code == 0 and "nothing fits into 1 GiB; what would fit:" in result.stdout

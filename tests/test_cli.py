@@ -3,6 +3,7 @@
 import json
 import os
 import pkgutil
+import re
 import signal
 import subprocess
 import sys
@@ -127,6 +128,20 @@ def test_help_fits_the_terminal_and_flags_take_no_value(run, monkeypatch):
     assert "adapted model, this is not the model that was converted: measure the latter" in " ".join(lines)
     body = [line for line in lines if "original is the same weights" in line or "this is not the model" in line]
     assert body and all(len(line) > 60 for line in body), "no line is broken where the source code breaks it"
+
+
+def test_help_names_what_an_option_takes_as_users_do(run, monkeypatch):
+    """INTEGER and PATH, not the types of Python; arguments in capitals, without braces."""
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in (*COMMANDS, "study speed"):
+        said = run(f"{name} --help").stdout
+        strange = re.findall(r"<[\w\[\] ]+>|\{\w+\}|RANGE|range \[|list\[", said)
+        assert not strange, f"{name}: {strange}"
+    assert "predict [OPTIONS] MODEL [TEXT]" in run("predict --help").stdout
+    assert "bench [OPTIONS] [SPEC]..." in run("bench --help").stdout
+    said = " ".join(run("adapt --help").stdout.split())
+    assert all(words in said for words in ("INTEGER [x>=2]", "NUMBER [0<=x<=1]", "-o PATH", "--text TEXT"))
+    assert "Missing argument 'TASK'" in run("train").stderr and "--seed" in run("train needle --seed -1").stderr
 
 
 def test_show_into_a_file(run, tmp_path):
@@ -595,6 +610,20 @@ def test_lists_can_be_read_in_a_narrow_window(run, monkeypatch, command):
     assert max(map(len, lines)) <= 40
     names = subquad.available() if command == "list" else tasks.available()
     assert [line for line in lines if not line.startswith(" ")] == list(names), "every name whole, on its own line"
+
+
+@pytest.mark.parametrize("command", ["show combiner-window --n 8", "tasks needle", "doctor"])
+def test_tables_break_no_word_in_a_narrow_window(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "40")
+    said = run(command).stdout
+    assert "…" not in said and ("residual-attended" in said or "feed-forward" in said or "compressed" in said)
+
+
+def test_the_list_takes_a_line_or_two_per_mechanism_in_a_window_of_80_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = run("list").stdout
+    assert len(said.splitlines()) < 2 * len(subquad.available()) and "…" not in said
+    assert "n·window" in said and "wider window" in said and max(map(len, said.splitlines())) <= 80
 
 
 def test_paths_are_no_markup(capsys):

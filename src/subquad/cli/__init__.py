@@ -54,11 +54,12 @@ COMMANDS = {
 }
 _GPU = ": a GPU is used where torch finds one; with CUDA_VISIBLE_DEVICES= before the command, the processor"
 DEVICE = dict.fromkeys(("train", "compare", "reproduce"), _GPU)  # commands that choose the device themselves
+VALUES = {"int": "INTEGER", "float": "NUMBER", "ath": "PATH"}  # part of the name of a type: what help calls it
 UsageError: Any = typer.BadParameter.__base__  # click's; typer brings its own copy of click or uses the real one
 
 
 class PlainHelp:
-    """Help whose paragraphs fit the terminal, and whose flags have no type: `<bool>` would ask for a value.
+    """Help whose paragraphs fit the terminal, and which says in users' words what a parameter takes.
 
     --help is a flag that is False by default: of a None typer asks pydantic what it means, which costs 0.1 s.
     """
@@ -70,19 +71,30 @@ class PlainHelp:
         super().__init__(*given, **more)
         self.help = "\n\n".join(" ".join(part.split()) for part in (self.help or "").split("\n\n"))
         for param in self.params:
-            plain_flag(param)
+            name_values(param)
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]
         if option is not None and option.default is None:
             option.default = False
-        return plain_flag(option)
+        return name_values(option)
 
 
-def plain_flag(option: Any) -> Any:
-    if getattr(option, "is_flag", False) and option.metavar is None:
-        option.metavar = ""
-    return option
+def name_values(param: Any) -> Any:
+    """INTEGER and PATH where typer would show the types of Python; nothing for flags, whose `<bool>` would ask for a
+    value. Arguments are names in capitals, in brackets if they can be left out.
+    """
+    if param is not None and param.param_type_name == "argument":
+        param.metavar = param.metavar or param.name.upper()
+        pieces = [(param.metavar if param.required else f"[{param.metavar}]") + "..." * (param.nargs != 1)]
+        param.get_usage_pieces = lambda ctx: pieces
+        param.display_type_rich = lambda ctx: None
+    elif param is not None and param.metavar is None:
+        given = getattr(param, "type_descriptor", None)  # of newer versions of typer; older ones have click's types
+        kind = str(given.annotation) if given is not None else param.type.name
+        value = next((word for part, word in VALUES.items() if part in kind), "TEXT")
+        param.metavar = "" if param.is_flag else value
+    return param
 
 
 class Command(PlainHelp, TyperCommand):

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from subquad.attention.registry import check_name
 from subquad.cli.bench_table import against, seconds
+from subquad.cli.tables import show_table
 from subquad.core.console import err, out
 from subquad.core.options import split_list
 from subquad.core.sizes import parse_bytes, physical_memory, show_bytes
@@ -124,7 +125,7 @@ def show(advice: Advice, why: str | None, *, every: bool = False) -> None:
     if advice.fitting:
         for table in tables([*rows, *reference], advice, console):
             console.print()
-            console.print(table)
+            show_table(console, table)
     else:
         nearest_possible(advice, console)
     console.print()
@@ -217,7 +218,7 @@ def nearest_possible(advice: Advice, console: Console) -> None:
     for row in by_length:
         longest = f"n = {row.longest:,}" if row.longest else "none"
         table.add_row(row.spec, longest, show_bytes(row.bytes))
-    console.print(table)
+    show_table(console, table)
 
 
 def remarks(advice: Advice, rows: list[Row]) -> list[str]:

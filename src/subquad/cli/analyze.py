@@ -12,6 +12,7 @@ from rich.text import Text
 
 from subquad.attention.registry import check_direction, check_name
 from subquad.cli.plot import Causal
+from subquad.cli.tables import show_table
 from subquad.core.console import err, out
 from subquad.core.files import check_picture
 from subquad.core.names import import_user_module
@@ -206,4 +207,4 @@ def _all(n: int, causal: bool, as_json: bool, as_markdown: bool) -> None:
         table = Table(*HEADERS, box=None, header_style="bold", pad_edge=False)
         for row in rows:
             table.add_row(*row.cells())
-        out().print(table)
+        show_table(out(), table)

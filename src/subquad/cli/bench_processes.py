@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from subquad.cli.bench_table import describe, seconds, size
+from subquad.cli.tables import show_table
 from subquad.core.console import err, out
 
 
@@ -26,7 +27,7 @@ def show(
             _rows(table, spec, n, processes, setting, repeats, count_only)
     console = out()
     console.print(describe(setting).replace("forward + backward, ", "one layer, "), style="bold", soft_wrap=True)
-    console.print(table)
+    show_table(console, table)
     console.print(
         "sent: bytes that the busiest process sends in one layer, counted; of the ring: their share of what full "
         "attention sends around a ring",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from subquad.cli.tables import show_table
 from subquad.core.console import err, out
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def measure_and_print(
     console = out()
     console.print(describe(setting), style="bold", soft_wrap=True)
     why = busy(rows)
-    console.print(table(rows, trusted=why is None))
+    show_table(console, table(rows, trusted=why is None))
     if why is not None:
         console.print(f"these times are not to be trusted: {why}", style="bold", soft_wrap=True)
     for line in remarks(rows):

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from subquad.attention.registry import check_name
+from subquad.cli.tables import show_table
 from subquad.cli.train import Data, Recipe, Settings
 from subquad.core.console import err, out
 from subquad.core.options import split_list
@@ -81,7 +82,7 @@ def compare(
         prepare(each, overwrite=overwrite)
     results = [_finish(each) for each in comparisons]
     if task in SUITES:
-        out().print(suite_table(results))
+        show_table(out(), suite_table(results))
     if any(row["error"] for result in results for row in result["rows"]):
         raise typer.Exit(1)
 
@@ -116,7 +117,7 @@ def show(result: dict[str, Any]) -> None:
     about = f", recipe {result['recipe']}, length {result['settings']['length']:,}"
     console.print(Text.assemble((result["task"], "bold"), about), soft_wrap=True)
     busy = findings.untrusted(result)
-    console.print(table(rows, result.get("guessing"), trusted=busy is None))
+    show_table(console, table(rows, result.get("guessing"), trusted=busy is None))
     found = findings.find([{**row, "colour": 0} for row in rows], result.get("guessing"), busy=busy)
     if found is None:
         return

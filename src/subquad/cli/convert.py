@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from subquad.attention.registry import check_name
+from subquad.cli.tables import show_table
 from subquad.core.console import err, out
 from subquad.core.files import check_pretrained, check_tokenizer, read_text
 
@@ -101,7 +102,7 @@ def perplexity(
         cells = [f"{row['loss']:.3f}", f"{row['second half']:.3f}", f"{row['seconds']:.2f}"]
         places = " ".join(f"{x:.2f}" for x in row["by position"])
         table.add_row(str(row["n"]), row["attention"], *cells, f"{row['memory'] / 2**20:,.0f} MiB", mass, places)
-    out().print(table)
+    show_table(out(), table)
 
 
 def adapt(
@@ -117,7 +118,7 @@ def adapt(
     update_rate: Annotated[float, typer.Option(min=0, help="Learning rate of the low-rank updates.")] = 5e-4,
     decay: Annotated[bool, typer.Option(help="Let the rates of the tuning fall to 0 linearly.")] = False,
     distillation: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of distillation in the loss of the tuning; the rest is entropy.")
+        float, typer.Option(min=0, max=1, help="Share of distillation in the loss of the tuning; the rest is cross-entropy.")
     ] = 0.9,
     numbers: Annotated[
         int, typer.Option(min=0, max=12, help="Numbers hidden in each window of the tuning and asked for at its end.")
@@ -214,7 +215,7 @@ def passkey(
     for length, rows in results.items():
         mean = sum(one.found for one in rows) / len(rows)
         table.add_row(str(length), *(_cell(one) for one in rows), f"{mean:.0%}")
-    out().print(table)
+    show_table(out(), table)
     out().print(
         "share of numbers found, share of their digits, and the loss of these in nats, by depth", soft_wrap=True
     )
@@ -234,7 +235,7 @@ def _print_heads(model: Path, n: int, *, json: bool, shown: int = 12) -> None:
     table = Table("LAYER:HEAD", "attention to the number", box=None)
     for row in rows:
         table.add_row(f"{row['layer']}:{row['head']}", f"{row['attention']:.2f}")
-    out().print(table)
+    show_table(out(), table)
 
 
 def _cell(one: Any) -> Text:

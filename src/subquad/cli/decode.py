@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from subquad.cli.tables import show_table
 from subquad.core.console import err, out
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def decode_bench(
     console = out()
     about = f"batch {setting.batch}, {setting.heads} heads × {setting.head_dim}, float32, CPU"
     console.print(f"one decode step after n tokens, {about}", style="bold", soft_wrap=True)
-    console.print(table(rows))
+    show_table(console, table(rows))
     for line in (
         "full: scaled_dot_product_attention over a preallocated key/value cache; state: against that cache",
         f"prefill: the n tokens in chunks of {chunk:,}, against one call of the mechanism, which keeps no state;",

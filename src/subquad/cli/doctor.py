@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from subquad.cli.tables import show_table
 from subquad.core.console import out
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -46,7 +47,7 @@ def doctor(
         except ValueError as error:  # what is asked for by name cannot run
             found = devices.Route("–", str(error))
         table.add_row(name, found.impl, found.reason, operator.does)
-    console.print(table)
+    show_table(console, table)
 
 
 def _version(package: str) -> str:

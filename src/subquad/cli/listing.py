@@ -6,14 +6,11 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from subquad.cli.tables import show_table, table_width
 from subquad.core.console import out
-
-NARROW = 90  # columns below which a table would break words
 
 
 def add_to(app: typer.Typer) -> None:
@@ -33,7 +30,13 @@ def list_mechanisms(
     for entry in entries:
         marks = ["✓" if entry[way] else "–" for way in ("causal", "bidirectional")]
         rows.append([entry["name"], entry["family"], *marks, entry["cost"], entry["paper"]])
-    print_rows(out(), titles, rows, centred=("causal", "bidirectional"))
+    console, centred = out(), ("causal", "bidirectional")
+    whole, short = table_of(titles, rows, centred), table_of(titles[:-1], [row[:-1] for row in rows], centred)
+    if table_width(short) <= console.width < table_width(whole):
+        console.print(short)
+        console.print("\n`subquad show NAME` and a wider window show the papers as well", style="dim")
+        return
+    show_table(console, whole)
 
 
 def mechanisms() -> list[dict[str, Any]]:
@@ -43,17 +46,11 @@ def mechanisms() -> list[dict[str, Any]]:
     return [describe(name) for name in available()]
 
 
-def print_rows(console: Console, titles: tuple[str, ...], rows: list[list[str]], centred: tuple[str, ...] = ()) -> None:
-    """A table whose first column is a name; in a narrow window each name with its facts below it."""
-    if console.width >= NARROW:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for title in titles:
-            table.add_column(title, justify="center" if title in centred else "left", no_wrap=title == titles[0])
-        for name, *facts in rows:
-            table.add_row(Text(name, "bold"), *facts)
-        console.print(table)
-        return
+def table_of(titles: tuple[str, ...], rows: list[list[str]], centred: tuple[str, ...] = ()) -> Table:
+    """A table whose first column is a name."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="center" if title in centred else "left", no_wrap=title == titles[0])
     for name, *facts in rows:
-        console.print(Text(name, "bold"), soft_wrap=True)
-        for title, fact in zip(titles[1:], facts, strict=True):
-            console.print(Padding(Text(f"{title}: {fact}"), (0, 0, 0, 2)))
+        table.add_row(Text(name, "bold"), *facts)
+    return table

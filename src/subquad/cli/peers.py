@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
+from subquad.cli.tables import show_table
 from subquad.core.console import err, out
 from subquad.core.declarations import attributes, module_tree
 from subquad.core.names import unknown
@@ -59,7 +60,7 @@ def measure_and_print(
     way = "forward + backward" if setting.backward else "forward"
     sizes = f"batch {setting.batch}, {setting.heads} heads × {setting.head_dim}, float32, CPU"
     out().print(f"{way}, layers with projections, {sizes}", style="bold", soft_wrap=True)
-    out().print(table(rows))
+    show_table(out(), table(rows))
     out().print("pays from: the shortest length tried from which our layer is faster than full attention", style="dim")
     if json is not None:
         out().print(f"results: {json}", soft_wrap=True)

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from subquad.cli.tables import show_table
 from subquad.cli.train import Data
 from subquad.core.console import err, out
 from subquad.reproductions import PAPERS, find
@@ -156,7 +157,7 @@ def show(result: dict[str, Any], reproduction: Reproduction) -> None:
         table.add_column(name, justify="right")
     for name in result["methods"]:
         table.add_row(name, *(cell(result, name, column) for column in result["columns"]))
-    console.print(table)
+    show_table(console, table)
     for name, column in result["columns"].items():
         if len(column["order"]) > 1:
             console.print(f"{name}, ours:  {' > '.join(column['order'])}", soft_wrap=True, markup=False)

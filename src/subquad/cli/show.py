@@ -13,6 +13,7 @@ from rich.text import Text
 
 from subquad.attention.registry import available, check_direction, check_name, for_length, mechanism
 from subquad.cli.plot import LONGEST, Causal, Spec
+from subquad.cli.tables import show_table
 from subquad.core.console import out
 from subquad.core.files import check_picture
 from subquad.core.numbers import possible_pairs
@@ -68,7 +69,7 @@ def _explain(cls: type[Attention], options: Options | None, console: Console) ->
     console.print()
     console.print(Text(inspect.cleandoc(cls.__doc__ or "")), soft_wrap=True)
     console.print()
-    console.print(_options(cls, options))
+    show_table(console, _options(cls, options))
     console.print()
 
 

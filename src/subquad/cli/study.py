@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from subquad.cli import Part
+from subquad.cli import Part, PlainHelp
 from subquad.cli.studies import STUDIES
 from subquad.core.names import unknown
 
@@ -32,7 +32,7 @@ def study(context: typer.Context) -> None:
         print(context.get_help())
 
 
-class Studies(TyperGroup):
+class Studies(PlainHelp, TyperGroup):
     """Refuses an unknown study with the nearest names."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from subquad.attention.registry import check_name
-from subquad.cli.listing import print_rows
+from subquad.cli.listing import table_of
+from subquad.cli.tables import show_table
 from subquad.core.console import out
 from subquad.core.options import fields
 from subquad.tasks import available, check_data, check_mechanisms, check_settings, describe, task_class
@@ -132,7 +133,7 @@ def tasks(
     if name is None:
         found = [describe(each) for each in available()]
         rows = [[each["name"], each["title"], each["head"], each["metric"], _data(each)] for each in found]
-        print_rows(out(), ("task", "description", "head", "metric", "data"), rows)
+        show_table(out(), table_of(("task", "description", "head", "metric", "data"), rows))
         return
     about, recipes = describe(name), task_class(name).recipes
     out().print(Text.assemble((name, "bold"), f": {about['title']}"), soft_wrap=True)
@@ -144,7 +145,7 @@ def tasks(
         choices = f" ({field.allowed()})" if field.allowed().startswith("one of") else ""
         numbers = (str(getattr(each, field.name)) for each in recipes.values())
         table.add_row(field.name, *numbers, field.help + choices)
-    out().print(table)
+    show_table(out(), table)
 
 
 def _data(task: dict[str, Any]) -> str:
