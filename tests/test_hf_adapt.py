@@ -346,6 +346,9 @@ def test_the_study_of_a_conversion(folders, monkeypatch):
     assert code == 0 and after["losses"][:3] == before["losses"] and after["speeds"][:2] == before["speeds"]
     assert {row["attention"] for row in after["speeds"]} == {SPEC, "adapted: converted"}
     assert len(after["losses"]) == 8 and "adapted: converted" in Path("page/conversion.md").read_text()
+    assert "not reliable: other programs used 60 % of the machine" in study.page({**after, "speeds": [
+        {**row, "busy": 0.6} for row in after["speeds"]]})  # fmt: skip
+    assert "not reliable" not in study.page({**after, "speeds": [{**row, "busy": 0.1} for row in after["speeds"]]})
     found = {row["attention"]: row for row in after["losses"] if row["text"] == "book"}
     assert found["full"]["mass"] is None and found[SPEC]["mass"] > 0
     code, output = command("study", "conversion", "converted", "--out", "page", "--text", "book.txt", "--n", 40)

@@ -272,6 +272,13 @@ def test_half_precision_keeps_its_dtype():
     close(got.double(), a(*xs).double(), 0.02, "bfloat16")
 
 
+@pytest.mark.parametrize("length", [-3, 2.5, "9", True])
+def test_room_for_an_impossible_length_is_refused(length):
+    state = subquad.attention("longformer:window=4", num_heads=2, head_dim=8, causal=True).start(1)
+    with pytest.raises(ValueError, match=f"length must be an integer ≥ 0, not {length!r}"):
+        state.reserve(length)
+
+
 def test_a_state_is_cropped_as_far_as_it_says():
     a, xs = of("combiner-fixed:span=8"), inputs(90)
     with torch.no_grad():

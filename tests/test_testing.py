@@ -235,6 +235,33 @@ def test_only_takes_the_name_of_one_check(capsys):
     assert capsys.readouterr().err.count("ok ") == 1
 
 
+def test_a_mechanism_that_cannot_be_created_is_told_once():
+    with pytest.raises(ContractError) as failed:
+        check_attention("longformer", windw=3)
+    lines = str(failed.value).splitlines()
+    assert len(lines) <= 2 and "more checks: TypeError: longformer has no option 'windw'" in lines[0]
+
+
+class Undropped(subquad.Attention):
+    """Mean of all values, by products and sums of single numbers; dropout is forgotten."""
+
+    capabilities = subquad.Capabilities(causal=False, padding=False)
+
+    def attend(self, q, k, v, call):
+        return v.mean(2, keepdim=True).expand_as(q)
+
+    def define(self, q, k, call):
+        return torch.full((*q.shape[:3], k.shape[2]), 1 / k.shape[2], dtype=q.dtype)
+
+
+def test_forgotten_dropout_and_work_that_is_not_counted_are_explained(registered):
+    name = registered(Undropped)
+    with pytest.raises(ContractError, match=r"dropout=0\.3 changes nothing in training"):
+        check_attention(name, only="dropout_is_fair")
+    with pytest.raises(ContractError, match=r"no matrix product was counted.* matmul, einsum"):
+        check_attention(name, only="grows_as_declared")
+
+
 def test_unknown_checks_are_refused():
     with pytest.raises(ValueError, match="no check is called nonsense"):
         check_attention("full", only=["nonsense"])

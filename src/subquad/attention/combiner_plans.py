@@ -80,6 +80,7 @@ class CombinerWindow(Combiner):
     this plan keeps both exact. A sink is in no group: it is left out of its span's summary.
     """
 
+    paper = "after Ren et al. 2021"  # the plan is not in the paper
     cost = "n·√n"
     free_size = "span"
     boundary = "summaries of spans, at most one partial span, and the window's halo"

@@ -175,6 +175,9 @@ def in_words(error: Any, words: list[str]) -> str:
     message, should = error.format_message(), "Input should be "
     if message.startswith("No such option: --device"):
         return f"No such option: --device{DEVICE.get(getattr(error.ctx, 'info_name', ''), '')}"
+    if message.startswith("No such option: --") and getattr(error.ctx, "info_name", "") in ("train", "compare"):
+        name = message.removeprefix("No such option: --").split()[0].strip(".;,:").replace("-", "_")
+        return f"{message}; a setting of the recipe is changed with --set, as in --set {name}=VALUE"
     option, _, rest = message.removeprefix("Invalid value for ").partition(": ")
     given = [word for word in words if word.split("=")[0] in option.replace("'", "").split(" / ")]
     if not rest.startswith(should) or not given:

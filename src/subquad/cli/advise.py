@@ -67,7 +67,7 @@ def advise(
     if width % heads:
         raise typer.BadParameter(f"--width must be a multiple of --heads {heads}, not {width}")
     if train and decode:
-        raise typer.BadParameter("--train and --decode are different wishes: choose one")
+        raise typer.BadParameter("--train and --decode exclude each other: choose one")
     if decode and not causal:
         raise typer.BadParameter("--decode needs --causal: tokens are generated one after another")
     specs = split_list(attention) if attention is not None else None
@@ -311,6 +311,8 @@ def calibrate(
     wanted = subjects(None if specs is None else dict.fromkeys(["full", *specs]), ways, strict=specs is not None)
     known = Points(here) if memory else shipped()
     total = (steps(points, wanted, rounds) if times else 0) + memory_steps(points, wanted, known)
+    if not total and not times and not path.exists():
+        raise typer.BadParameter("--no-time leaves nothing to measure here: pass --memory as well")
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = err()
     with (

@@ -125,12 +125,13 @@ def source_of(spec: str | None, options: dict[str, str], sets: Path | None, caus
 
 
 def _load(path: Path) -> Any:
-    if path.suffix == ".npy":
-        import numpy as np
+    import numpy as np
 
-        return np.load(path)
-    with path.open() as file:
-        return json.load(file)
+    try:
+        return np.load(path) if path.suffix == ".npy" else json.loads(path.read_bytes())
+    except (ValueError, EOFError):  # of json and numpy, which do not name the file
+        form = "a .npy file with a mask" if path.suffix == ".npy" else "JSON, with n (or p × n) lists of key positions"
+        raise ValueError(f"--sets {path} cannot be read: it must be {form}") from None
 
 
 def _map(name: str | None, options: dict[str, str], sets: Path | None) -> tuple[Any, dict[str, str]]:

@@ -118,7 +118,8 @@ def adapt(
     update_rate: Annotated[float, typer.Option(min=0, help="Learning rate of the low-rank updates.")] = 5e-4,
     decay: Annotated[bool, typer.Option(help="Let the rates of the tuning fall to 0 linearly.")] = False,
     distillation: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of distillation in the loss of the tuning; the rest is cross-entropy.")
+        float,
+        typer.Option(min=0, max=1, help="Share of distillation in the loss of the tuning; the rest is cross-entropy."),
     ] = 0.9,
     numbers: Annotated[
         int, typer.Option(min=0, max=12, help="Numbers hidden in each window of the tuning and asked for at its end.")

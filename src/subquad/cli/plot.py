@@ -44,6 +44,8 @@ def plot(
     from subquad.plots import draw_support, draw_weights, save
 
     attention = for_length(spec, n, causal=causal)
+    if weights and not attention.capabilities.weights:
+        raise ValueError(f"--weights: {spec} has no matrix of weights; without it, who attends to whom is drawn")
     save((draw_weights if weights else draw_support)(attention, n, title=spec), output)
     out().print(f"picture: {output}", soft_wrap=True)
 
@@ -54,6 +56,8 @@ def gallery(
     ] = Path("."),
 ) -> None:
     """Draw every mechanism, bidirectional and causal, on one sheet."""
+    if output.is_file():
+        raise ValueError(f"--output must be a folder, and {output} is a file")
     output.mkdir(parents=True, exist_ok=True)
     from subquad.plots import draw_gallery, save
 

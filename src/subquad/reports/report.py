@@ -302,6 +302,4 @@ def settings(comparison: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def plain(value: Any) -> str:
-    return (
-        "–" if value is None else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    )
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -21,6 +21,7 @@ from torch import Tensor
 from subquad import hf
 from subquad.core.console import err, out
 from subquad.core.files import write_atomically
+from subquad.core.load import OtherLoad, why_busy
 from subquad.core.memory import peak, reset_peak
 from subquad.hf import texts
 from subquad.hf.caching import cache_bytes
@@ -123,7 +124,13 @@ def measure_losses(kept: Measurements, model: Any, label: str, ids: dict[str, Te
 
 def measure_speeds(kept: Measurements, model: Any, label: str, prompts: Sequence[Tensor]) -> None:
     for ids in prompts:
-        kept.add("speeds", {"attention": label, "n": ids.shape[1]}, lambda ids=ids: speeds(model, ids))
+
+        def get(ids: Tensor = ids) -> dict[str, Any]:
+            with OtherLoad() as load:
+                found = speeds(model, ids)
+            return {**found, "busy": load.share}
+
+        kept.add("speeds", {"attention": label, "n": ids.shape[1]}, get)
 
 
 def measure_passkeys(kept: Measurements, model: Any, label: str, tokenizer: Any, n: int, tries: int) -> None:
@@ -165,4 +172,7 @@ def page(result: dict[str, Any]) -> str:
     for kind, title in titles.items():
         if result[kind]:
             parts += [f"### {title}", SHOWN[kind](result)]
+    why = why_busy(max((row.get("busy") or 0 for row in result["speeds"]), default=0), {})
+    if why is not None:
+        parts.append(f"The speeds are not reliable: {why}. To measure them again, start with an empty folder.")
     return "\n\n".join(parts) + "\n"

@@ -193,7 +193,7 @@ def check_attention(
         pairs: Iterable[tuple[str, Any]] = [(name, case) for case in foreign for name in CHECKS]
     else:
         pairs = every_check(spec, device, **options)
-    failures = []
+    failures: dict[tuple[str, str], list[str]] = {}  # the checks that fail in the same way
     for name, case in pairs:
         if name in case.cannot if only is None else name not in only:
             continue
@@ -203,9 +203,14 @@ def check_attention(
             took = "" if outcome == "–" else f"{time.perf_counter() - started:.1f} s"
             print(f"{outcome:6}{took:>8}  {case.title}, {name}", file=sys.stderr)
         if problem:
-            failures.append(f"{case.title}, {name}: {problem}")
+            failures.setdefault((case.title, problem), []).append(name)
     if failures:
-        raise ContractError("\n".join(failures))
+        raise ContractError("\n".join(f"{title}, {_several(n)}: {problem}" for (title, problem), n in failures.items()))
+
+
+def _several(names: list[str]) -> str:
+    """A mechanism that cannot be created fails every check in the same way: it is told once."""
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} more checks"
 
 
 def run_check(name: str, case: Any) -> str | None:

@@ -201,6 +201,7 @@ def dropout_is_fair(case: Case) -> None:
         first = case.run(module, many)
         assert torch.equal(first, case.run(module, many)), "dropout does not follow the seed"
         if not case.is_layer:
+            assert not torch.equal(first, base.expand_as(first)), "dropout=0.3 changes nothing in training"
             pair = [module(*one, seed=torch.tensor(7)) for _ in range(2)]  # torch's generator moves on between them
             assert torch.equal(*pair), "dropout does not follow the `seed` of the call"
             pair = [module(*(x[:8] for x in many), seed=torch.tensor(seed)) for seed in (7, 8)]

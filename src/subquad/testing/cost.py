@@ -21,7 +21,10 @@ def grows_as_declared(case: Case) -> None:
     declared = case.core(case.make(torch.float32))
     sizes = declared.counted_lengths
     counts, kept = zip(*(_count(case, n, declared.data_dependent) for n in sizes), strict=True)
-    assert counts[0] > 0, "no operation was counted"
+    assert counts[0] > 0, (
+        "no matrix product was counted, and products of single numbers with sums are not: write the scores as a matrix "
+        'product (@, matmul, einsum), or declare exceptions = {"grows_as_declared": "the reason"}'
+    )
     step = math.log(sizes[1] / sizes[0])
     for what, (small, large) in (("operations", counts), ("memory", kept)):
         exponent = math.log(large / small) / step

@@ -260,6 +260,8 @@ class State:
 
     def reserve(self, length: int) -> State:
         """With room for rows of `length` positions; before the first tokens there is nothing to make room in."""
+        if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0:
+            raise ValueError(f"length must be an integer ≥ 0, not {length!r}")
         tokens = None if self.tokens is None else with_room(self.tokens, length)
         self.check_unused()
         return replace(self, buffers=self.memory.reserve(dict(self.buffers), length), tokens=tokens).sealed()
