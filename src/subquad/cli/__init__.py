@@ -173,11 +173,13 @@ def import_modules(words: list[str]) -> list[str]:
 def in_words(error: Any, words: list[str]) -> str:
     """The message of a usage error. Newer versions of typer do not name the value of an option: it is added."""
     message, should = error.format_message(), "Input should be "
-    if message.startswith("No such option: --device"):
-        return f"No such option: --device{DEVICE.get(getattr(error.ctx, 'info_name', ''), '')}"
-    if message.startswith("No such option: --") and getattr(error.ctx, "info_name", "") in ("train", "compare"):
-        name = message.removeprefix("No such option: --").split()[0].strip(".;,:").replace("-", "_")
-        return f"{message}; a setting of the recipe is changed with --set, as in --set {name}=VALUE"
+    command = getattr(error.ctx, "info_name", "")
+    unknown = re.match(r"No such option:? '?--([\w-]+)", message)  # with or without the colon, as click has it
+    if unknown and unknown[1] == "device":
+        return f"No such option: --device{DEVICE.get(command, '')}"
+    if unknown and command in ("train", "compare"):
+        name = unknown[1].replace("-", "_")
+        return f"{message.rstrip('.')}; a setting of the recipe is changed with --set, as in --set {name}=VALUE"
     option, _, rest = message.removeprefix("Invalid value for ").partition(": ")
     given = [word for word in words if word.split("=")[0] in option.replace("'", "").split(" / ")]
     if not rest.startswith(should) or not given:
