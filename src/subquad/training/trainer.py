@@ -115,7 +115,7 @@ class RunTrainer(Trainer):
                 log.write(folder, self.records)
         except (OSError, SafetensorError, RuntimeError) as error:  # torch and safetensors have errors of their own
             shutil.rmtree(folder, ignore_errors=True)
-            raise OSError(f"{folder.name} could not be written ({error}){_hint(error, run)}") from error
+            raise OSError(f"{folder.name} could not be written {_why(error, run)}") from error
         self.accelerator.wait_for_everyone()  # every process writes the state of its random numbers
         if main:
             checkpoints.seal(folder)
@@ -154,10 +154,12 @@ class Resume(TrainerCallback):
         checkpoints.forget_lost_best(self.checkpoint, state)
 
 
-def _hint(error: Exception, run: Path) -> str:
+def _why(error: Exception, run: Path) -> str:
+    """The cause, which torch words as `enforce fail at inline_container.cc` where a disk is full, and what to do."""
     full = getattr(error, "errno", None) in FULL or shutil.disk_usage(run).free < 1 << 20
+    cause = "the disk is full" if full and not isinstance(error, OSError) else str(error)
     what = "; free some disk space and" if full else "; once the cause is fixed,"
-    return f"; what was saved before is kept{what} {to_resume()}"
+    return f"({cause}); what was saved before is kept{what} {to_resume()}"
 
 
 def make_trainer(
