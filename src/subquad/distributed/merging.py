@@ -19,6 +19,7 @@ from torch import Tensor
 
 from subquad.distributed.groups import Group, Pending
 from subquad.kernels.merge.op import merge, merge_backward
+from subquad.kernels.merge.views import absorb
 from subquad.supports.shards import Cut, Shard
 
 
@@ -143,7 +144,7 @@ class _Attend(torch.autograd.Function):
             their_keys, their_values = job.arrived(pending.wait())
         if any(len(need) for need in job.lists.needed):
             found, here = merge(q, their_keys, their_values, *job.about("remote"))
-            out, lse = combine(out, lse, found, here)
+            absorb(out, lse, found, here)
         ctx.job, ctx.sources = job, m
         ctx.save_for_backward(q, out, lse, *tensors, *their_keys, *their_values)
         return out
@@ -164,11 +165,3 @@ class _Attend(torch.autograd.Function):
         if pending is not None:
             job.add_back(pending.wait(), dkv[:m], dkv[m:])
         return None, None, dq, *dkv
-
-
-def combine(out: Tensor, lse: Tensor, found: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
-    """One softmax over two key sets, from the outputs and logsumexps of each; `out` is changed in place."""
-    both = torch.logaddexp(lse, here)  # (B, H, r)
-    base = both.masked_fill(both == -torch.inf, 0)
-    out.mul_((lse - base).exp_()[..., None]).addcmul_(found, (here - base).exp_()[..., None])
-    return out, both

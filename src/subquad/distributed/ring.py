@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from subquad.distributed.groups import Group
-from subquad.distributed.merging import combine
 from subquad.kernels.merge.op import merge, merge_backward
+from subquad.kernels.merge.views import absorb
 from subquad.supports.shards import Rectangle
 
 
@@ -32,7 +32,7 @@ class _Ring(torch.autograd.Function):
         for owner, (keys, values), pending in _round(group, about[0], [k, v]):
             for rows, block, job in _blocks(group, about, owner):
                 found, here = merge(q[:, :, rows], [keys[:, :, block]], [values[:, :, block]], *job)
-                lse[:, :, rows] = combine(out[:, :, rows], lse[:, :, rows], found, here)[1]
+                absorb(out[:, :, rows], lse[:, :, rows], found, here)
             pending()
         ctx.save_for_backward(q, k, v, out, lse)
         return out

@@ -1,9 +1,15 @@
-"""What the derivatives of operators have in common."""
+"""The derivative of an operator that another operator computes, and what derivatives have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from subquad.kernels.eager import flattened, nested
 
 
 def no_second_derivative(name: str) -> Callable[..., Any]:
@@ -13,3 +19,73 @@ def no_second_derivative(name: str) -> Callable[..., Any]:
         raise NotImplementedError(f"{name} has no second derivative")
 
     return refuse
+
+
+def contiguous(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def derive(
+    operator: Any,
+    backward: Any,
+    name: str,
+    *,
+    of: tuple[int, ...],
+    behind: int,
+    kept: slice = slice(None),
+    gradients: int = 1,
+    empty: Callable[[Tensor], Tensor] = contiguous,
+    flops: Callable[..., int] | None = None,
+    call: Callable | None = None,
+) -> tuple[Callable, Callable]:
+    """Registers `backward` as the first derivative of an operator; there is no second one.
+
+        backward(gradients of the first outputs, inputs[:behind], outputs[kept], inputs[behind:])
+
+    gives the gradients of the inputs `of`, lists of tensors spread out, in the memory that `empty` makes. `flops` of
+    the inputs are those of the operator, which multiplies every pair twice (scores, sums); a backward does so five
+    times. `call` runs in place of `backward`. Returns what keeps the tensors and what calls it, as `register_autograd`
+    takes them.
+    """
+    count, call = len(operator._opoverload._schema.arguments), call or backward
+
+    def save(ctx: Any, inputs: tuple, output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.sizes, flat = flattened((*inputs[:behind], *outputs[kept], *inputs[behind:]))
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in flat))
+        ctx.settings = [None if isinstance(x, Tensor) else x for x in flat]
+        ctx.wanted, ctx.nothing = flattened([inputs[i] for i in of])[0], [_nothing(x) for x in inputs]
+
+    def gradient(ctx: Any, *grads: Tensor) -> Any:
+        pairs = zip(ctx.saved_tensors, ctx.settings, strict=True)  # read once: a checkpoint hands them over only once
+        found = call(*grads[:gradients], *nested(ctx.sizes, [other if x is None else x for x, other in pairs]))
+        result = list(ctx.nothing)
+        for i, x in zip(of, nested(ctx.wanted, [found] if isinstance(found, Tensor) else found), strict=True):
+            result[i] = x
+        return tuple(result)
+
+    def inputs_of(arguments: tuple) -> tuple:
+        return *arguments[gradients : gradients + behind], *arguments[len(arguments) - (count - behind) :]
+
+    def shapes(*arguments: Any) -> Any:
+        inputs = inputs_of(arguments)
+        found = [empty(x) for x in flattened([inputs[i] for i in of])[1]]
+        returns = [str(x.type) for x in backward._opoverload._schema.returns]
+        return found[0] if returns == ["Tensor"] else found if len(returns) == 1 else tuple(found)
+
+    backward.register_fake(shapes)
+    backward.register_autograd(no_second_derivative(name))
+    operator.register_autograd(gradient, setup_context=save)
+    if flops is not None:
+        _count(operator, flops)
+        _count(backward, lambda *arguments, **_: 5 * flops(*inputs_of(arguments)) // 2)
+    return save, gradient
+
+
+def _nothing(x: Any) -> Any:
+    """No gradient: None, for a list of tensors one for each."""
+    return [None] * len(x) if isinstance(x, list) and all(isinstance(each, Tensor) for each in x) else None
+
+
+def _count(operator: Any, flops: Callable[..., int]) -> None:
+    register_flop_formula(operator._opoverload.overloadpacket, get_raw=True)(flops)

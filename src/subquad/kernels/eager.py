@@ -29,7 +29,7 @@ class Eager:
         self.operator, self.kernel, self.save, self.gradient = operator, kernel, save, gradient
 
     def __call__(self, *arguments: Any) -> Any:
-        sizes, flat = _flattened(arguments)
+        sizes, flat = flattened(arguments)
         tensors = [x for x in flat if isinstance(x, Tensor)]
         if not is_plain(tensors):
             return self.operator(*arguments)
@@ -53,7 +53,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, eager: Eager, sizes: list[int | None], *flat: Any) -> Any:
-        arguments = _nested(sizes, flat)
+        arguments = nested(sizes, flat)
         result = eager.kernel(*arguments)
         assert eager.save is not None
         eager.save(ctx, arguments, result)
@@ -63,10 +63,10 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         found = ctx.eager.gradient(ctx, list(grads)) if ctx.is_list else ctx.eager.gradient(ctx, *grads)
-        return None, None, *_flattened(found)[1]
+        return None, None, *flattened(found)[1]
 
 
-def _flattened(arguments: Sequence[Any]) -> tuple[list[int | None], list[Any]]:
+def flattened(arguments: Sequence[Any]) -> tuple[list[int | None], list[Any]]:
     """How long each list among the arguments is (None = it is none), and everything in a row."""
     sizes: list[int | None] = []
     flat: list[Any] = []
@@ -80,7 +80,7 @@ def _flattened(arguments: Sequence[Any]) -> tuple[list[int | None], list[Any]]:
     return sizes, flat
 
 
-def _nested(sizes: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
+def nested(sizes: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
     arguments: list[Any] = []
     at = 0
     for size in sizes:

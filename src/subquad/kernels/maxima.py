@@ -11,6 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from subquad.kernels.derivatives import derive
+
 
 @torch.library.custom_op("subquad::running_max", mutates_args=())
 def running_max(x: Tensor, dim: int, backwards: bool) -> Tensor:
@@ -43,21 +45,7 @@ def running_max_backward(grad: Tensor, x: Tensor, out: Tensor, dim: int, backwar
     return dx
 
 
-@running_max_backward.register_fake
-def _(grad, x, out, dim, backwards):
-    return x.new_empty(x.shape)
-
-
-def _save(ctx, inputs, output):
-    x, ctx.dim, ctx.backwards = inputs
-    ctx.save_for_backward(x, output)
-
-
-def _running_max_gradient(ctx, grad):
-    return running_max_backward(grad, *ctx.saved_tensors, ctx.dim, ctx.backwards), None, None
-
-
-running_max.register_autograd(_running_max_gradient, setup_context=_save)
+derive(running_max, running_max_backward, "running_max", of=(0,), behind=1)
 
 
 @torch.library.custom_op("subquad::others_max", mutates_args=())
@@ -101,18 +89,4 @@ def others_max_backward(grad: Tensor, x: Tensor, first: Tensor, second: Tensor, 
     return dx
 
 
-@others_max_backward.register_fake
-def _(grad, x, first, second, dim):
-    return x.new_empty(x.shape)
-
-
-def _save_others(ctx, inputs, output):
-    x, ctx.dim = inputs
-    ctx.save_for_backward(x, output[1], output[2])
-
-
-def _others_gradient(ctx, grad, grad_first, grad_second):
-    return others_max_backward(grad, *ctx.saved_tensors, ctx.dim), None
-
-
-others_max.register_autograd(_others_gradient, setup_context=_save_others)
+derive(others_max, others_max_backward, "others_max", of=(0,), behind=1, kept=slice(1, None))

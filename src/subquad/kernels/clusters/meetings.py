@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels.clusters.layout import Tiles
 from subquad.kernels.clusters.products import add, flattened, softmax, take
 from subquad.kernels.clusters.tiles import layout_of
-from subquad.kernels.derivatives import no_second_derivative
+from subquad.kernels.derivatives import derive
 
 
 def met_sums(
@@ -146,32 +145,10 @@ def _(q, k, v, *about):
     return v.new_empty(v.shape), v.new_empty(v.shape[:2]), v.new_empty(v.shape)
 
 
-@meet_backward.register_fake
-def _(d_exact, d_lse, d_over, q, k, v, a, b, *about):
-    return [t.new_empty(t.shape) for t in (q, k, v, a, b)]
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.clusters, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(*tensors[:6], *output[:2], *tensors[6:])
-
-
-def _gradient(ctx, d_exact, d_lse, d_over):
-    saved, about = ctx.saved_tensors, (ctx.clusters, ctx.causal, ctx.scale)
-    return *meet_backward(d_exact, d_lse, d_over, *saved, *about), *[None] * 7
-
-
-meet.register_autograd(_gradient, setup_context=_save)
-meet_backward.register_autograd(no_second_derivative("met_sums"))
-
-
-@register_flop_formula(torch.ops.subquad.meet, get_raw=True)
 def _flops(q, k, v, a, b, scales, asks, answers, real, clusters, causal, *args, **kwargs) -> int:
     found = _tiles(asks, answers, real, clusters, causal)
     pairs = sum(len(t.rows) * t.rows.shape[1] * t.keys.shape[1] for t in found)
     return 2 * pairs * (q.shape[2] + a.shape[2] + 2 * v.shape[2])
 
 
-@register_flop_formula(torch.ops.subquad.meet_backward, get_raw=True)
-def _backward_flops(d_exact, d_lse, d_over, q, k, v, a, b, scales, exact, lse, *args, **kwargs) -> int:
-    return 5 * _flops(q, k, v, a, b, scales, *args) // 2
+derive(meet, meet_backward, "met_sums", of=(0, 1, 2, 3, 4), behind=6, kept=slice(2), gradients=3, flops=_flops)

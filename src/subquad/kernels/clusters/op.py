@@ -6,10 +6,10 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels import devices
 from subquad.kernels.clusters import cpu, cpu_route, cuda, reference, tiles
+from subquad.kernels.derivatives import derive
 
 prefix_op = torch.library.custom_op("subquad::cluster_prefix", mutates_args=())(reference.prefix)
 prefix_backward_op = torch.library.custom_op("subquad::cluster_prefix_backward", mutates_args=())(
@@ -77,19 +77,9 @@ def _(x, cluster, real, clusters, is_max):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@prefix_backward_op.register_fake
-def _(grad, x, out, cluster, real, clusters, is_max):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 @attention_op.register_fake
 def _(q, keys, values, *about):
     return _room_for(q), q.new_empty(q.shape[:2])
-
-
-@attention_backward_op.register_fake
-def _(grad, q, keys, values, *args):
-    return [_room_for(x) for x in (q, *keys, *values)]
 
 
 def _room_for(x: Tensor) -> Tensor:
@@ -97,33 +87,6 @@ def _room_for(x: Tensor) -> Tensor:
     return torch.empty_like(x) if devices.is_host(x) else x.new_empty(x.shape)
 
 
-def _save_prefix(ctx, inputs, output):
-    x, cluster, real, ctx.clusters, ctx.is_max = inputs
-    ctx.save_for_backward(x, output, cluster, real)
-
-
-def _prefix_grad(ctx, grad):
-    return prefix_backward_op(grad, *ctx.saved_tensors, ctx.clusters, ctx.is_max), None, None, None, None
-
-
-def _save_attention(ctx, inputs, output):
-    q, keys, values, order, cluster, real, seed, *ctx.settings = inputs
-    ctx.save_for_backward(q, *output, order, cluster, real, seed, *keys, *values)
-
-
-def _attention_grad(ctx, grad, _):
-    q, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint hands them over only once
-    layout, rest = rest[:4], rest[4:]
-    m = len(rest) // 2
-    dq, *dkv = attention_backward_op(grad, q, rest[:m], rest[m:], out, lse, *layout, *ctx.settings)
-    return dq, dkv[:m], dkv[m:], *[None] * 11
-
-
-prefix_op.register_autograd(_prefix_grad, setup_context=_save_prefix)
-attention_op.register_autograd(_attention_grad, setup_context=_save_attention)
-
-
-@register_flop_formula(torch.ops.subquad.cluster_attention, get_raw=True)
 def _flops(
     q, keys, values, order, cluster, real, seed, clusters, causal, last_query_only, scale, dropout, *chunks, **kwargs
 ) -> int:
@@ -132,6 +95,5 @@ def _flops(
     return 4 * q.shape[2] * sum(t.hidden.shape[0] * t.rows.shape[1] * t.keys.shape[1] for t in found)
 
 
-@register_flop_formula(torch.ops.subquad.cluster_attention_backward, get_raw=True)
-def _backward_flops(grad, q, keys, values, out, lse, *args, **kwargs) -> int:
-    return 5 * _flops(q, keys, values, *args) // 2
+derive(attention_op, attention_backward_op, "cluster_attention", of=(0, 1, 2), behind=3, empty=_room_for, flops=_flops)
+derive(prefix_op, prefix_backward_op, "cluster_prefix", of=(0,), behind=1)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels import devices
 from subquad.kernels.compressed import reference
-from subquad.kernels.derivatives import no_second_derivative
+from subquad.kernels.derivatives import derive
 from subquad.kernels.merge.op import merge, merge_backward
+from subquad.kernels.merge.views import absorb
 from subquad.supports.patterns import Longformer
 from subquad.supports.support import plan_of, text_of
 
@@ -112,10 +112,7 @@ def compressed(
         (x, o, s), (y, z) = _views(rows, stop, [q, out, lse], [entries, values])
         new, here = _attend(x, y, z, bias, scale)
         here = here.masked_fill(empty, -torch.inf)  # the kernel reports 0 for a row that sees nothing
-        total = torch.logaddexp(s, here)
-        base = total.masked_fill(total == -torch.inf, 0)
-        o.mul_((s - base).exp_()[..., None]).addcmul_(new, (here - base).exp_()[..., None])
-        s.copy_(total)
+        absorb(o, s, new, here)
     whole = torch.logaddexp(lse, sink[:, None].to(lse))
     return out.mul_((lse - whole).exp_()[..., None]), whole
 
@@ -157,36 +154,10 @@ def _(q, *about):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3])
 
 
-@compressed_backward.register_fake
-def _(grad, q, k, v, entries, values, out, lse, seen, sink, *about):
-    return [t.new_empty(t.shape) for t in (q, k, v, entries, values, sink)]
-
-
-def _save(ctx, inputs, output):
-    q, k, v, entries, values, *rest, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, entries, values, *output, *rest)
-
-
-def _gradient(ctx, grad, grad_lse):
-    dq, dk, dv, d_entries, d_values, d_sink = compressed_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale)
-    return dq, dk, dv, d_entries, d_values, None, d_sink, *[None] * 4
-
-
-compressed.register_autograd(_gradient, setup_context=_save)
-compressed_backward.register_autograd(no_second_derivative("compressed_attention"))
-
-
-def _pairs(q: Tensor, seen: Tensor, window: int) -> int:
-    """The plan of the window, and about half of all entries."""
-    n, m = q.shape[2], seen.shape[2]
-    return q.shape[0] * q.shape[1] * (plan_of(_text(window), int(n), "union").pairs + n * m // 2)
-
-
-@register_flop_formula(torch.ops.subquad.compressed, get_raw=True)
 def _flops(q, k, v, entries, values, seen, sink, key_mask, lengths, window, *args, **kwargs) -> int:
-    return 4 * q.shape[3] * _pairs(q, seen, window)
+    """Of the plan of the window, and about half of all entries."""
+    (batch, heads, n, d), m = q.shape, seen.shape[2]
+    return 4 * d * batch * heads * (plan_of(_text(window), int(n), "union").pairs + n * m // 2)
 
 
-@register_flop_formula(torch.ops.subquad.compressed_backward, get_raw=True)
-def _backward_flops(grad, q, k, v, a, b, out, lse, seen, sink, key_mask, lengths, window, *args, **kwargs) -> int:
-    return 10 * q.shape[3] * _pairs(q, seen, window)
+derive(compressed, compressed_backward, "compressed_attention", of=(0, 1, 2, 3, 4, 6), behind=5, flops=_flops)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.derivatives import derive
 from subquad.kernels.edges import cpu, cuda, reference
 from subquad.kernels.edges.lists import Buckets, EdgeList
 
@@ -210,11 +211,6 @@ def _(q, k, v, indptr, indices, share, key_mask, seed, scale, dropout):
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
-@attention_backward_op.register_fake
-def _(dout, q, k, v, indptr, indices, share, key_mask, seed, scale, dropout):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
 def _save_scores(ctx, inputs, output):
     *tensors, ctx.share, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
@@ -243,30 +239,11 @@ def _sums_grad(ctx, grad):
     return dw, dx, None, None, None, None, None, None
 
 
-def _save_attention(ctx, inputs, output):
-    *tensors, ctx.share, key_mask, seed, ctx.scale, ctx.dropout = inputs
-    ctx.save_for_backward(*tensors, key_mask, seed)
-
-
-def _attention_grad(ctx, grad):
-    *tensors, key_mask, seed = ctx.saved_tensors
-    grads = attention_backward_op(grad, *tensors, ctx.share, key_mask, seed, ctx.scale, ctx.dropout)
-    return *grads, None, None, None, None, None, None, None
-
-
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError(
-        "edge_attention has no second derivative; edge_scores, edge_map and edge_sum together have"
-    )
-
-
 scores_op.register_autograd(_scores_grad, setup_context=_save_scores)
 sums_op.register_autograd(_sums_grad, setup_context=_save_sums)
-attention_op.register_autograd(_attention_grad, setup_context=_save_attention)
-attention_backward_op.register_autograd(_no_second_derivative)
 
 
-# ---- floating-point operations: an edge is a pair that is multiplied, forward twice, backward five times ----
+# ---- floating-point operations: an edge is a pair that is multiplied ----
 
 
 def _edges(instances: int, indptr, indices) -> int:
@@ -283,11 +260,9 @@ def _sums_flops(w_shape, x_shape, *args, out_shape=None, **kwargs) -> int:
     return 2 * x_shape[3] * math.prod(w_shape)
 
 
-@register_flop_formula(torch.ops.subquad.edge_attention)
-def _attention_flops(q_shape, k_shape, v_shape, indptr, indices, *args, out_shape=None, **kwargs) -> int:
-    return 4 * q_shape[3] * _edges(math.prod(q_shape[:2]), indptr, indices)
+def _attention_flops(q, k, v, indptr, indices, *args, **kwargs) -> int:
+    return 4 * q.shape[3] * _edges(q.shape[0] * q.shape[1], indptr.shape, indices.shape)
 
 
-@register_flop_formula(torch.ops.subquad.edge_attention_backward)
-def _backward_flops(dout, q_shape, k_shape, v_shape, indptr, indices, *args, out_shape=None, **kwargs) -> int:
-    return 10 * q_shape[3] * _edges(math.prod(q_shape[:2]), indptr, indices)
+_name = "edge_attention, unlike edge_scores, edge_map and edge_sum together,"
+derive(attention_op, attention_backward_op, _name, of=(0, 1, 2), behind=3, kept=slice(0), flops=_attention_flops)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels import devices
+from subquad.kernels.derivatives import derive, no_second_derivative
 from subquad.kernels.landmarks import cpu, reference
 from subquad.kernels.landmarks.cpu import takes
 from subquad.kernels.matrices import ready
@@ -84,11 +85,6 @@ def _(scores, v):
     return v.new_empty(b, h, m, v.shape[3]), v.new_empty(b * h, m)
 
 
-@gather_backward.register_fake
-def _(grad, scores, v, read, lse):
-    return torch.empty_like(scores), torch.empty_like(v)
-
-
 @spread_op.register_fake
 def _(scores, read, v, filters):
     return torch.empty_like(v)
@@ -112,12 +108,8 @@ def _(grad, a, steps):
 # ---- derivatives ----
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *(output if isinstance(output, tuple) else ()))
-
-
-def _gather_gradient(ctx, grad, dlse):
-    return gather_backward(grad, *ctx.saved_tensors)
+def _save_spread(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
 
 
 def _spread_gradient(ctx, grad):
@@ -138,15 +130,11 @@ def _inverse_gradient(ctx, grad):
     return da + more, None
 
 
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("the operators of the landmarks have no second derivative")
-
-
-gather_op.register_autograd(_gather_gradient, setup_context=_save)
-spread_op.register_autograd(_spread_gradient, setup_context=_save)
+derive(gather_op, gather_backward, "gather", of=(0, 1), behind=2, empty=torch.empty_like)
+spread_op.register_autograd(_spread_gradient, setup_context=_save_spread)
+spread_backward.register_autograd(no_second_derivative("spread"))
 inverse_op.register_autograd(_inverse_gradient, setup_context=_save_inverse)
-for _op in (gather_backward, spread_backward, inverse_backward):
-    _op.register_autograd(_no_second_derivative)
+inverse_backward.register_autograd(no_second_derivative("pseudo_inverse"))
 
 
 # ---- FLOPs: one multiply-add = 2 ----

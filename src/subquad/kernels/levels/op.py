@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from subquad.kernels.derivatives import derive
 from subquad.kernels.levels.tables import runs_of_level
 from subquad.kernels.row_dots import row_dots
 from subquad.kernels.runs import cpu, reference
@@ -203,41 +203,10 @@ def _(q, k, v, real, block, levels, scale):
     return torch.empty_like(q), q.new_empty(q.shape[:2])
 
 
-@attention_backward.register_fake
-def _(grad, q, k, v, *about):
-    return [torch.empty_like(x) for x in (q, k, v)]
+def _flops(q, k, v, real, block, levels, *args, **kwargs) -> int:
+    rows = [-(-q.shape[1] // (1 << number)) for number in range(levels)]
+    return 4 * q.shape[0] * q.shape[2] * (3 * block * rows[0] + 3 * block // 2 * sum(rows[1:]))
 
 
-def _save(ctx, inputs, output):
-    q, k, v, real, *ctx.about = inputs
-    ctx.save_for_backward(q, k, v, real, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradient(ctx, grad, _):
-    return *attention_backward(grad, *ctx.saved_tensors, *ctx.about), *[None] * 4
-
-
-def _no_second_derivative(ctx, *grads):
-    raise NotImplementedError("attend_levels has no second derivative")
-
-
-attention.register_autograd(_gradient, setup_context=_save)
-attention_backward.register_autograd(_no_second_derivative)
-
-
-def _pairs(shape: Any, block: int, levels: int) -> int:
-    rows = [-(-shape[1] // (1 << number)) for number in range(levels)]
-    return 3 * block * rows[0] + 3 * block // 2 * sum(rows[1:])
-
-
-@register_flop_formula(torch.ops.subquad.levels)
-def _flops(q_shape, k_shape, v_shape, real_shape, block, levels, scale, *args, **kwargs) -> int:
-    return 4 * q_shape[0] * q_shape[2] * _pairs(q_shape, block, levels)
-
-
-@register_flop_formula(torch.ops.subquad.levels_backward)
-def _backward_flops(
-    grad_shape, q_shape, k_shape, v_shape, real_shape, rows_shape, lse_shape, block, levels, *args, **kwargs
-) -> int:
-    return 10 * q_shape[0] * q_shape[2] * _pairs(q_shape, block, levels)
+_like = torch.empty_like
+derive(attention, attention_backward, "attend_levels", of=(0, 1, 2), behind=4, empty=_like, flops=_flops)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.derivatives import no_second_derivative
+from subquad.kernels.derivatives import derive
 from subquad.kernels.linear import chunks, cpu
 from subquad.kernels.linear.chunks import CHUNK
 from subquad.kernels.linear.cuda import room
@@ -83,22 +83,7 @@ def _(a, b, v, scales, causal, normalise, elu):
     return cpu.empty_output(a, v), v.new_empty(a.shape[:2])
 
 
-@sums_backward.register_fake
-def _(grad, a, b, v, *about):
-    return torch.empty_like(a), torch.empty_like(b), torch.empty_like(v)
-
-
-def _save(ctx, inputs, output):
-    a, b, v, scales, *ctx.about = inputs
-    ctx.save_for_backward(a, b, v, scales, *output)
-
-
-def _gradient(ctx, grad, grad_den):
-    return *sums_backward(grad, *ctx.saved_tensors, *ctx.about), None, None, None, None
-
-
-sums.register_autograd(_gradient, setup_context=_save)
-sums_backward.register_autograd(no_second_derivative("kernel_sums"))
+derive(sums, sums_backward, "kernel_sums", of=(0, 1, 2), behind=4, empty=torch.empty_like)
 
 
 # One multiply-add = 2. A forward multiplies b by v and the sum by a, causal also the pairs of a chunk twice.

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.derivatives import no_second_derivative
+from subquad.kernels.derivatives import derive
 from subquad.kernels.eager import Eager
 from subquad.kernels.merge import cpu, cuda, reference
 from subquad.supports.support import plan_of
@@ -105,38 +104,17 @@ def _(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@merge_backward.register_fake
-def _(grad, q, keys, values, *about):
-    return [x.new_empty(x.shape) for x in (q, *keys, *values)]
-
-
-def _save(ctx, inputs, output):
-    q, keys, values, valid, lengths, seed, *ctx.about = inputs
-    ctx.save_for_backward(q, lengths, seed, *keys, *values, *output, *valid)
-    ctx.sources = len(keys)
-
-
-def _backward(ctx, grad, grad_lse):
-    m, (q, lengths, seed, *rest) = ctx.sources, ctx.saved_tensors
-    keys, values, (out, lse, *valid) = rest[:m], rest[m : 2 * m], rest[2 * m :]
-    dq, *dkv = _eager_backward(grad, q, keys, values, out, lse, valid, lengths, seed, *ctx.about)
-    return dq, dkv[:m], dkv[m:], [None] * len(valid), *[None] * 7
-
-
-merge.register_autograd(_backward, setup_context=_save)
-merge_backward.register_autograd(no_second_derivative("merge_attention"))
-eager_merge = Eager(merge, cpu.forward, _save, _backward)
-_eager_backward = Eager(merge_backward, cpu.backward)
-
-
-# A forward multiplies every (query, key) pair twice (scores, sums), a backward five times; one multiply-add = 2.
-
-
-@register_flop_formula(torch.ops.subquad.merge, get_raw=True)
-def _flops(q, keys, values, valid, lengths, seed, support, which, n, *args, out_val=None, **kwargs) -> int:
+def _flops(q, keys, values, valid, lengths, seed, support, which, n, *args, **kwargs) -> int:
     return 4 * q.shape[0] * q.shape[1] * q.shape[3] * plan_of(support, int(n), which).pairs
 
 
-@register_flop_formula(torch.ops.subquad.merge_backward, get_raw=True)
-def _backward_flops(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, *args, **kwargs) -> int:
-    return 10 * q.shape[0] * q.shape[1] * q.shape[3] * plan_of(support, int(n), which).pairs
+_derivative = derive(
+    merge,
+    merge_backward,
+    "merge_attention",
+    of=(0, 1, 2),
+    behind=3,
+    flops=_flops,
+    call=Eager(merge_backward, cpu.backward),
+)
+eager_merge = Eager(merge, cpu.forward, *_derivative)

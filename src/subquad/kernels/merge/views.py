@@ -41,8 +41,11 @@ def _numbers(part: Part, plan: Plan) -> list[int]:
     return [number for start in starts for number in plan.drawn[start : start + part.draws]]
 
 
-def absorb(out: Tensor, lse: Tensor, new: Tensor, here: Tensor, fresh: bool) -> None:
-    """Merge a part's output and logsumexp into views of the whole."""
+def absorb(out: Tensor, lse: Tensor, new: Tensor, here: Tensor, fresh: bool = False) -> None:
+    """One softmax over two sets of keys: (new, here), output and logsumexp of the second, go into (out, lse), in place.
+
+    `fresh`: there is no first.
+    """
     if fresh:
         out.copy_(new)
         lse.copy_(here)

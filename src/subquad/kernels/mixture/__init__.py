@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.derivatives import no_second_derivative
+from subquad.kernels.derivatives import derive
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.mixture import cpu
 from subquad.kernels.mixture.cpu import SHARED, component
@@ -121,45 +120,10 @@ def _(grad, q, tokens, keys, values, exists, alive, outs, lses, lengths, sources
     return mixture_backward._init_fn(*given, lengths, sources, support, n, scale)
 
 
-@mixture_backward.register_fake
-def _(grad, q, tokens, keys, values, *about):
-    return [x.new_empty(x.shape) for x in (q, *tokens, *keys, *values)]
-
-
-def _save(ctx, inputs, output):
-    q, tokens, keys, values, exists, alive, lengths, *ctx.about = inputs
-    ctx.save_for_backward(q, lengths, *output[1:], *tokens, *keys, *values, *exists, *alive)
-    ctx.sizes = [2, len(keys), len(values), len(exists), len(alive)]
-
-
-def _backward(ctx, grad, grad_outs, grad_lses):
-    q, lengths, outs, lses, *rest = ctx.saved_tensors
-    lists = []
-    for size in ctx.sizes:
-        lists.append(rest[:size])
-        rest = rest[size:]
-    dq, dk, dv, *found = mixture_backward(grad, q, *lists, outs, lses, lengths, *ctx.about)
-    count = ctx.sizes[1]
-    none = ([None] * ctx.sizes[3], [None] * ctx.sizes[4])
-    return dq, [dk, dv], found[:count], found[count:], *none, *[None] * 5
-
-
-mixture_merge.register_autograd(_backward, setup_context=_save)
-mixture_backward.register_autograd(no_second_derivative("mixture_merge"))
-
-
-def _pairs(support: str, sources: list[int], n: int) -> int:
-    plans = (SHARED, *(component(m) for m in range(len(sources))))
-    return sum(plan_of(support, int(n), which).pairs for which in plans)
-
-
-@register_flop_formula(torch.ops.subquad.mixture, get_raw=True)
 def _flops(q, tokens, keys, values, exists, alive, lengths, sources, support, n, *args, **kwargs) -> int:
-    return 4 * q.shape[0] * q.shape[1] * q.shape[3] * _pairs(support, sources, n)
+    plans = (SHARED, *(component(m) for m in range(len(sources))))
+    return 4 * q.shape[0] * q.shape[1] * q.shape[3] * sum(plan_of(support, int(n), which).pairs for which in plans)
 
 
-@register_flop_formula(torch.ops.subquad.mixture_backward, get_raw=True)
-def _backward_flops(
-    grad, q, tokens, keys, values, exists, alive, outs, lses, lengths, sources, support, n, *args, **kw
-):
-    return 10 * q.shape[0] * q.shape[1] * q.shape[3] * _pairs(support, sources, n)
+_kept = slice(1, None)
+derive(mixture_merge, mixture_backward, "mixture_merge", of=(0, 1, 2, 3), behind=6, kept=_kept, flops=_flops)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.derivatives import no_second_derivative
+from subquad.kernels.derivatives import derive
 from subquad.kernels.eager import Eager
 from subquad.kernels.pools import cpu
 
@@ -142,21 +142,5 @@ def _cpu_backward(grad, x, *about):
     return (cpu.pool_backward if cpu.takes(x) else _pool_backward._init_fn)(grad, x, *about)
 
 
-@_pool_backward.register_fake
-def _(grad, x, out, key_mask, lengths, size, skip, is_max):
-    return x.new_empty(x.shape)
-
-
-def _save(ctx, inputs, output):
-    x, key_mask, lengths, *ctx.about = inputs
-    ctx.save_for_backward(x, output, key_mask, lengths)
-
-
-def _gradient(ctx, grad):
-    return _eager_backward(grad, *ctx.saved_tensors, *ctx.about), *[None] * 5
-
-
-_pool.register_autograd(_gradient, setup_context=_save)
-_pool_backward.register_autograd(no_second_derivative("span_pool"))
-_eager_pool = Eager(_pool, _pool._init_fn, _save, _gradient)
-_eager_backward = Eager(_pool_backward, _cpu_backward)
+_derivative = derive(_pool, _pool_backward, "span_pool", of=(0,), behind=1, call=Eager(_pool_backward, _cpu_backward))
+_eager_pool = Eager(_pool, _pool._init_fn, *_derivative)

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels import devices
-from subquad.kernels.derivatives import no_second_derivative
+from subquad.kernels.derivatives import derive
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.runs import cpu
 from subquad.kernels.selected import reference, visits
@@ -179,37 +178,10 @@ def _(q, k, v, chosen, key_mask, lengths, block, scale):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3])
 
 
-@selected_backward.register_fake
-def _(grad, q, k, v, *about):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, chosen, key_mask, lengths, *ctx.about = inputs
-    ctx.save_for_backward(q, k, v, *output, chosen, key_mask, lengths)
-
-
-def _gradient(ctx, grad, grad_lse):
-    return *selected_backward(grad, *ctx.saved_tensors, *ctx.about), *[None] * 5
-
-
-selected.register_autograd(_gradient, setup_context=_save)
-selected_backward.register_autograd(no_second_derivative("selected_attention"))
-
-
-def _pairs(chosen: Tensor, block: int) -> int:
+def _flops(q, k, v, chosen, key_mask, lengths, block, *args, **kwargs) -> int:
     """Pairs of queries and keys: half of the query's block on average, and all of the chosen ones."""
-    return chosen.numel() * block + chosen.shape[0] * chosen.shape[1] * chosen.shape[2] * (block + 1) // 2
+    pairs = chosen.numel() * block + chosen.shape[0] * chosen.shape[1] * chosen.shape[2] * (block + 1) // 2
+    return 4 * q.shape[3] * pairs
 
 
-# A forward multiplies every pair twice (scores, sums), a backward five times; one multiply-add = 2.
-
-
-@register_flop_formula(torch.ops.subquad.selected, get_raw=True)
-def _flops(q, k, v, chosen, key_mask, lengths, block, scale, *args, out_val=None, **kwargs) -> int:
-    return 4 * q.shape[3] * _pairs(chosen, block)
-
-
-@register_flop_formula(torch.ops.subquad.selected_backward, get_raw=True)
-def _backward_flops(grad, q, k, v, out, lse, chosen, key_mask, lengths, block, *args, out_val=None, **kwargs) -> int:
-    return 10 * q.shape[3] * _pairs(chosen, block)
+derive(selected, selected_backward, "selected_attention", of=(0, 1, 2), behind=3, flops=_flops)
