@@ -111,7 +111,7 @@ class SliceMLP(nn.Module):
             place, unit, channel = (torch.arange(size, device=v.device) for size in units.shape)
             place = place if numbers is None else numbers
             about = (place[:, None, None], unit[:, None], channel, units.dtype)
-            units = units * dropout_factors(call.seed.to(v.device, non_blocking=True), call.dropout, *about)
+            units = units * dropout_factors(call.seed, call.dropout, *about)
         return second.expand(len(v), -1, -1).bmm(units)
 
 

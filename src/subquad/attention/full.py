@@ -24,7 +24,7 @@ from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.chosen import all_before, past
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Memory
-from subquad.core.hashing import dropout_factors, ranks
+from subquad.core.hashing import dropout_factors, key_factors, ranks
 from subquad.core.options import Options, option
 from subquad.probability import ProbabilityMap, probability_map
 from subquad.supports.kept import EVERYTHING
@@ -151,8 +151,7 @@ def drop(weights: Tensor, call: Call, *, to_tokens: bool = True) -> Tensor:
         first = call.key_mask.int().argmax(1).view(b, 1, 1, 1)
         row = row - first if n == call.key_mask.shape[1] else row
         column = column - first if to_tokens and m == call.key_mask.shape[1] else column
-    seed = call.seed.to(weights.device, non_blocking=True)
-    return weights * dropout_factors(seed, call.dropout, instance, row, column, weights.dtype)
+    return weights * dropout_factors(call.seed, call.dropout, instance, row, column, weights.dtype)
 
 
 def drop_keys(v: Tensor, call: Call) -> Tensor:
@@ -160,13 +159,11 @@ def drop_keys(v: Tensor, call: Call) -> Tensor:
     if not call.dropout:
         return v
     assert call.seed is not None
-    b, h, m, _ = v.shape
-    instance = torch.arange(b * h, device=v.device).view(b, h, 1)
-    column = ranks(call.key_mask, b, m, m, v.device)[1][:, None]  # (B, 1, m)
-    seed, row = call.seed.to(v.device, non_blocking=True), torch.zeros_like(column)
+    (b, h, m, _), seed = v.shape, call.seed
+    column = ranks(call.key_mask, b, m, m, v.device)[1]  # (B, m)
     if call.shard is not None:  # counted from the first token of the row
         column, seed = column + call.shard.tokens_before(v.device), call.shard.seed(seed, h)
-    return v * dropout_factors(seed, call.dropout, instance, row, column, v.dtype)[..., None]
+    return v * key_factors(seed, call.dropout, v, column)
 
 
 def masked_map(

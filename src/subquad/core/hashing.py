@@ -119,9 +119,20 @@ def chances(state: Tensor, columns: Tensor) -> Tensor:
 def dropout_factors(
     seed: Tensor, dropout: float, instances: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """0 where a pair is dropped, 1 / (1 - dropout) where it is kept, of the broadcast shape."""
+    """0 where a pair is dropped, 1 / (1 - dropout) where it is kept, of the broadcast shape; the seed is sent there."""
+    seed = seed.to(columns.device, non_blocking=True)
     kept = chances(streams(dropout_seed(seed), instances, rows), columns) >= dropout
     return kept.to(dtype) * (1 / (1 - dropout))
+
+
+def key_factors(seed: Tensor, dropout: float, v: Tensor, columns: Tensor) -> Tensor:
+    """Where there is no matrix of weights a key is dropped for all queries of a head: (B, H, m, 1) for v (B, H, m, d).
+
+    columns int64 (B, m): the numbers of the keys.
+    """
+    instance = torch.arange(v.shape[0] * v.shape[1], device=v.device).view(*v.shape[:2], 1)
+    columns = columns[:, None]
+    return dropout_factors(seed, dropout, instance, torch.zeros_like(columns), columns, v.dtype)[..., None]
 
 
 def ranks(key_mask: Tensor | None, batch: int, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -78,10 +78,10 @@ class Piece:
         return ((place + 1) * self.key_mask).amax(1)
 
     def tokens_before(self, device: torch.device) -> Tensor | int:
-        """Real tokens of the rows before this process, (b, 1, 1)."""
+        """Real tokens of the rows before this process, (b, 1)."""
         if self.key_mask is None:
             return self.own[0]
-        return self.key_mask[:, : self.own[0]].sum(1).to(device)[:, None, None]
+        return self.key_mask[:, : self.own[0]].sum(1).to(device)[:, None]
 
     def seed(self, seed: Tensor | None, heads: int) -> Tensor | None:
         """The seed with which these rows drop what they drop inside the batch."""

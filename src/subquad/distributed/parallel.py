@@ -173,7 +173,7 @@ class SequenceDropout(nn.Dropout):
             layout = agree(self.group, x.shape[1], x.shape[0], None)
         row, place = torch.arange(len(x), device=x.device)[:, None, None], layout.places(x.device)[:, None]
         about = (row, place, torch.arange(x.shape[2], device=x.device), x.dtype)
-        return x * dropout_factors(seed.to(x.device, non_blocking=True), self.p, *about)
+        return x * dropout_factors(seed, self.p, *about)
 
 
 class _Hooks:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, read, write
-from subquad.core.hashing import dropout_factors
+from subquad.core.hashing import key_factors
 
 FIRST = 16  # entries that a new buffer has room for
 
@@ -48,8 +48,7 @@ class Compressed(Memory):
             buffers = self.empty(module, chunk, project)
             if t > self.margin:
                 return self._whole(module, chunk, buffers, state.seed, project)
-        for first in range(0, t, self.margin):
-            piece = chunk if t <= self.margin else chunk.part(first, first + self.margin)
+        for piece in chunk.pieces(self.margin):
             out, buffers = self._step(module, piece, buffers, length, state.seed, project)
             outs.append(out.to(chunk.k.dtype))
             length = length + piece.added
@@ -130,7 +129,8 @@ class Compressed(Memory):
         if module.training and module.options.dropout:
             assert seed is not None
             column = torch.arange(used, device=x.device).expand(len(x), used)
-            values = (_dropped(module, k, holds, seed), _dropped(module, entries, column, seed + 1))
+            rate = module.options.dropout
+            values = (k * key_factors(seed, rate, k, holds), entries * key_factors(seed + 1, rate, entries, column))
         return module.attend_near_and_far(q, (k, entries), values, (near, far), position), buffers
 
     def _completed(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
@@ -155,16 +155,3 @@ def _existing(chunk: Chunk) -> Tensor:
     if chunk.real is None:
         return torch.ones_like(chunk.position, dtype=torch.bool)
     return chunk.real if chunk.here is None else chunk.real & chunk.here
-
-
-def _dropped(module: Any, v: Tensor, column: Tensor, seed: Tensor) -> Tensor:
-    """Dropout of keys for all queries of a head, by their positions or numbers, (B, m), as in one call."""
-    b, h = v.shape[:2]
-    instance = torch.arange(b * h, device=v.device).view(b, h, 1)
-    column = column[:, None]
-    return (
-        v
-        * dropout_factors(
-            seed.to(v.device, non_blocking=True), module.options.dropout, instance, column * 0, column, v.dtype
-        )[..., None]
-    )

@@ -104,8 +104,7 @@ class Keys(Memory):
         if t > step and self.has_fast_path(module, chunk, state):
             return self.continued(module, chunk, buffers, first_length(chunk, state))
         outs = []
-        for first in range(0, t, step):
-            piece = chunk if t <= step else chunk.part(first, first + step)
+        for piece in chunk.pieces(step):
             out, buffers, length = self._step(module, piece, buffers, length, state.seed)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
@@ -279,6 +278,4 @@ def factors_of(module: Attention, chunk: Chunk, rows: Tensor, columns: Tensor, s
     assert seed is not None
     instance = module.instances(len(chunk.q), columns.device)[..., None, None]
     work = torch.promote_types(chunk.q.dtype, torch.float32)
-    return dropout_factors(
-        seed.to(columns.device, non_blocking=True), module.options.dropout, instance, rows, columns, work
-    )
+    return dropout_factors(seed, module.options.dropout, instance, rows, columns, work)

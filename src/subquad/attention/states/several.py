@@ -86,8 +86,7 @@ class SumsBeside(Memory):
             buffers = self.empty(module, chunk, state.seed)
             if t > self.margin:
                 return whole(module, chunk, state.seed), self.fill(module, chunk, buffers, state)
-        for first in range(0, t, self.margin):
-            piece = chunk if t <= self.margin else chunk.part(first, first + self.margin)
+        for piece in chunk.pieces(self.margin):
             out, buffers = self.step(module, piece, buffers, length, state.seed)
             outs.append(out.to(chunk.q.dtype))
             length = length + piece.added
@@ -139,9 +138,7 @@ class Packed(SumsBeside):
             b, h, _, size = weights.shape
             instance = torch.arange(b * h, device=weights.device).view(b, h, 1, 1)
             where = (instance, chunk.position[:, None, :, None], torch.arange(size, device=weights.device))
-            weights = weights * dropout_factors(
-                seed.to(weights.device, non_blocking=True), module.options.dropout, *where, weights.dtype
-            )
+            weights = weights * dropout_factors(seed, module.options.dropout, *where, weights.dtype)
         out, found = self.sums[1].ask(buffers, values._replace(a=weights), chunk, length)
         return out / count, buffers | found
 

@@ -352,6 +352,4 @@ class _Scale:
         b, h = len(columns), self.options.num_heads
         instance = torch.arange(b * h, device=columns.device).view(b, h, 1, 1)
         where = (instance, news.position[:, None, :, None], columns[:, None])
-        return dropout_factors(
-            self.seed.to(columns.device, non_blocking=True), self.options.dropout, *where, news.x.dtype
-        )
+        return dropout_factors(self.seed, self.options.dropout, *where, news.x.dtype)

@@ -62,6 +62,11 @@ class Chunk(NamedTuple):
         even = None if self.even is None else self.even + first
         return Chunk(q, k, v, self.position[:, first:last], real, here, added, even, self.bound)
 
+    def pieces(self, size: int) -> list[Chunk]:
+        """One after the other, of at most `size` slots each."""
+        t = self.k.shape[2]
+        return [self] if t <= size else [self.part(first, first + size) for first in range(0, t, size)]
+
 
 class Memory:
     """What a mechanism keeps of the tokens so far. A value of sizes alone: the tensors are in the state."""

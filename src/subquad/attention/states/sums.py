@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, read, write
-from subquad.core.hashing import dropout_factors
+from subquad.core.hashing import key_factors
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -133,8 +133,7 @@ class Sums(Memory):
             out = whole(module, chunk, state.seed)
             empty = self.sum.empty(terms.b, terms.b.shape[3], terms.v.shape[3], terms.s is not None)
             return out, self.sum.fill(empty, terms, chunk)
-        for first in range(0, t, self.margin):
-            piece = chunk if t <= self.margin else chunk.part(first, first + self.margin)
+        for piece in chunk.pieces(self.margin):
             before = self.sum.scale_before(buffers, length) if "s" in buffers else None
             terms = self.terms(module, piece, before, state.seed)
             if not buffers:
@@ -183,10 +182,5 @@ def dropped(module: Any, v: Tensor, chunk: Chunk, seed: Tensor | None) -> Tensor
     if not module.training or not module.options.dropout:
         return v
     assert seed is not None
-    b, h = v.shape[:2]
-    instance = torch.arange(b * h, device=v.device).view(b, h, 1)
-    column = chunk.position[:, None]
-    factors = dropout_factors(
-        seed.to(v.device, non_blocking=True), module.options.dropout, instance, column * 0, column, v.dtype
-    )
-    return torch.cat((v[..., :-1] * factors[..., None], v[..., -1:]), -1)
+    factors = key_factors(seed, module.options.dropout, v, chunk.position)
+    return torch.cat((v[..., :-1] * factors, v[..., -1:]), -1)

@@ -118,7 +118,7 @@ def edge_dropout(
     numbers, columns = ranks(key_mask, batch, n, m, device)  # (B, n), (B, m)
     instance = _instances(edges, batch, heads)
     row, column = numbers[instance // heads, edges.rows % n], columns[instance // heads, edges.indices.long()]
-    return dropout_factors(seed.to(device, non_blocking=True), dropout, instance, row, column, dtype)
+    return dropout_factors(seed, dropout, instance, row, column, dtype)
 
 
 def _instances(edges: EdgeList, batch: int, heads: int) -> Tensor:

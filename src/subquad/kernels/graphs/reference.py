@@ -162,7 +162,7 @@ def dense_dropout(
     numbers, columns = ranks(key_mask, batch, n, m, q.device)
     instance = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1)
     pairs = numbers[:, None, rows, None], columns[:, None, None]
-    return dropout_factors(seed.to(q.device, non_blocking=True), dropout, instance, *pairs, q.dtype)
+    return dropout_factors(seed, dropout, instance, *pairs, q.dtype)
 
 
 # ---- the gradient of p ----

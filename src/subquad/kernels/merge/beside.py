@@ -98,7 +98,7 @@ class _Piece(NamedTuple):
         assert seed is not None
         instance = torch.arange(like.shape[0] * like.shape[1], device=like.device).view(*like.shape[:2], 1, 1, 1)
         rows, columns = self.queries[:, None, ..., None], self.keys[:, None, :, None]
-        return dropout_factors(seed.to(like.device, non_blocking=True), dropout, instance, rows, columns, like.dtype)
+        return dropout_factors(seed, dropout, instance, rows, columns, like.dtype)
 
 
 def _pieces(placed: Placed, q: Tensor, k: Tensor, valid: list[Tensor], scale: float) -> Iterator[_Piece]:

@@ -112,4 +112,4 @@ def _kept(
     if moved is not None:
         shift = moved[rows].view(-1, 1, 1, 1, 1)
         rows_, columns = rows_ - shift, columns - shift  # (b, 1, A, …)
-    return dropout_factors(seed.to(like.device, non_blocking=True), dropout, instance, rows_, columns, like.dtype)
+    return dropout_factors(seed, dropout, instance, rows_, columns, like.dtype)
