@@ -1,12 +1,13 @@
 """Exchanges with gradients: what a process is sent in the forward pass, it sends the gradient of in the backward pass.
 
-Every process must make the same calls in the same order, with tensors of the same kinds; sizes may differ, and be 0.
+Every exchange is a linear map of the tensors of all processes, and its backward pass the transposed one. Every process
+must make the same calls in the same order, with tensors of the same kinds; sizes may differ, and be 0.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,20 @@ from torch import Tensor
 
 from subquad.distributed.groups import Group
 from subquad.supports.shards import Cut, Range
+
+
+class Linear(torch.autograd.Function):
+    """A linear map `there` of tensors, and the transposed one, `back`, of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, there: Callable, back: Callable, *xs: Tensor) -> Any:
+        ctx.back = back
+        return there(*xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        found = ctx.back(*grads)
+        return None, None, *(found if isinstance(found, tuple) else (found,))
 
 
 def overlap(a: Range, b: Range) -> Range:
@@ -31,18 +46,16 @@ def stretch(x: Tensor, of: Range, places: Range) -> Tensor:
 
 def move(group: Group, xs: Sequence[Tensor], have: Cut, want: Cut) -> list[Tensor]:
     """Tensors (B, H, have, d) → (B, H, want, d): each process gets the range that it wants. Ranges may overlap."""
-    return list(xs) if have == want else list(_Move.apply(group, have, want, *xs))
+    if have == want:
+        return list(xs)
 
-
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, have: Cut, want: Cut, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.have, ctx.want = group, have, want
+    def there(*xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(_moved(group, xs, have, want))
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, *_moved(ctx.group, grads, ctx.want, ctx.have)
+    def back(*grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_moved(group, grads, want, have))
+
+    return list(Linear.apply(there, back, *xs))
 
 
 def _moved(group: Group, xs: Sequence[Tensor], have: Cut, want: Cut) -> list[Tensor]:
@@ -84,18 +97,14 @@ def reorder(group: Group, x: Tensor, order: Tensor, slots: Sequence[Tensor]) -> 
 
     order (B, n) is a permutation of every row, the same in all processes; `slots`: which slots each process has, (t,).
     """
-    return _Reorder.apply(group, x, order, slots)
 
-
-class _Reorder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, x: Tensor, order: Tensor, slots: Sequence[Tensor]) -> Tensor:
-        ctx.group, ctx.order, ctx.slots = group, order, slots
+    def there(x: Tensor) -> Tensor:
         return _reordered(group, x, order, slots)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, _reordered(ctx.group, grad, torch.argsort(ctx.order, dim=1), ctx.slots), None, None
+    def back(grad: Tensor) -> Tensor:
+        return _reordered(group, grad, torch.argsort(order, dim=1), slots)
+
+    return Linear.apply(there, back, x)
 
 
 def _reordered(group: Group, x: Tensor, order: Tensor, slots: Sequence[Tensor]) -> Tensor:
@@ -129,64 +138,40 @@ def _reordered(group: Group, x: Tensor, order: Tensor, slots: Sequence[Tensor]) 
 
 def gather(group: Group, x: Tensor) -> Tensor:
     """x of every process: (p, …)."""
-    return _Gather.apply(group, x)
 
+    def back(grad: Tensor) -> Tensor:
+        others = [r for r in range(group.size) if r != group.rank]
+        return _added(group, grad, others, others, grad[group.rank].clone())
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, x: Tensor) -> Tensor:
-        ctx.group = group
-        return group.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        group = ctx.group
-        pieces = [[] if r == group.rank else [grad[r]] for r in range(group.size)]
-        shapes = [[] if r == group.rank else [grad.shape[1:]] for r in range(group.size)]
-        own = grad[group.rank].clone()
-        for some in group.exchange(pieces, shapes, grad).wait():
-            for piece in some:
-                own += piece
-        return None, own
+    return Linear.apply(group.gather, back, x)
 
 
 def total(group: Group, x: Tensor) -> Tensor:
     """The sum over the processes. Each of them uses it, so its gradient is the sum of theirs."""
-    return _Total.apply(group, x)
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, x: Tensor) -> Tensor:
-        ctx.group = group
-        return group.total(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, ctx.group.total(grad)
+    return Linear.apply(group.total, group.total, x)
 
 
 def earlier(group: Group, x: Tensor) -> Tensor:
     """x of the processes before this one: (rank, …)."""
-    return _Earlier.apply(group, x)
+    before, behind = range(group.rank), range(group.rank + 1, group.size)
 
-
-class _Earlier(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, x: Tensor) -> Tensor:
-        ctx.group = group
-        pieces = [[x] if r > group.rank else [] for r in range(group.size)]
-        shapes = [[x.shape] if r < group.rank else [] for r in range(group.size)]
+    def there(x: Tensor) -> Tensor:
+        pieces = [[x] if r in behind else [] for r in range(group.size)]
+        shapes = [[x.shape] if r in before else [] for r in range(group.size)]
         found = group.exchange(pieces, shapes, x).wait()[: group.rank]
         return torch.stack([some[0] for some in found]) if found else x.new_empty(0, *x.shape)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        group = ctx.group
-        pieces = [[grad[r]] if r < group.rank else [] for r in range(group.size)]
-        shapes = [[grad.shape[1:]] if r > group.rank else [] for r in range(group.size)]
-        own = grad.new_zeros(grad.shape[1:])
-        for some in group.exchange(pieces, shapes, grad).wait():
-            for piece in some:
-                own += piece
-        return None, own
+    def back(grad: Tensor) -> Tensor:
+        return _added(group, grad, before, behind, grad.new_zeros(grad.shape[1:]))
+
+    return Linear.apply(there, back, x)
+
+
+def _added(group: Group, grad: Tensor, to: Sequence[int], by: Sequence[int], own: Tensor) -> Tensor:
+    """grad[r] goes to every process r of `to`; what processes `by` send is added to `own`."""
+    pieces = [[grad[r]] if r in to else [] for r in range(group.size)]
+    shapes = [[grad.shape[1:]] if r in by else [] for r in range(group.size)]
+    for some in group.exchange(pieces, shapes, grad).wait():
+        for piece in some:
+            own += piece
+    return own

@@ -10,13 +10,12 @@ pooled vectors of long texts are almost the same, whatever the text, and u · v 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.distributed.exchange import Linear
 from subquad.models.blocks import Glorot
 from subquad.models.checks import check_ids, check_mask
 from subquad.models.config import SubquadConfig
@@ -83,9 +82,9 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         if not (self.training and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # (B, D)
-        count = _Total.apply(wide.new_full((), float(x.shape[0])))  # ()
-        mean = _Total.apply(wide.sum(0)) / count  # (D,)
-        variance = _Total.apply((wide - mean).square().sum(0)) / count  # (D,): two passes, nothing cancels
+        count = _total(wide.new_full((), float(x.shape[0])))  # ()
+        mean = _total(wide.sum(0)) / count  # (D,)
+        variance = _total((wide - mean).square().sum(0)) / count  # (D,): two passes, nothing cancels
         with torch.no_grad():
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
@@ -93,20 +92,15 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         return ((wide - mean) * (variance + self.eps).rsqrt()).to(x.dtype)
 
 
-class _Total(torch.autograd.Function):
+def _total(x: Tensor) -> Tensor:
     """The sum over all processes. Each of them uses it, so its gradient is the sum of theirs."""
+    return Linear.apply(_summed, _summed, x)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total)
-        return total
+def _summed(x: Tensor) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
 
 
 def together(
