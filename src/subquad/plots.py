@@ -41,9 +41,12 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=DPI, facecolor="white")
 
 
-def save(figure: Figure, path: str | Path) -> None:
-    """Write the figure; the ending of the name (.png, .pdf, .svg) is the format."""
-    figure.savefig(path, dpi=DPI)
+def save(figure: Figure, path: str | Path, dpi: int = DPI) -> Path:
+    """Write the figure, into a new folder if need be; the ending of the name (.png, .pdf, .svg) is the format."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+    return path
 
 
 # ---- cells -------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from subquad.attention.registry import attention
 from subquad.bench import Setting, peak_memory
 from subquad.core.numbers import growth_exponent
+from subquad.plots import save
 
 PLANS = {
     "fixed": "combiner-fixed",
@@ -130,10 +131,7 @@ def draw(rows: Sequence[Row], path: Path | str) -> Path:
             axis.plot([first, last], ends, color="grey", linestyle=":", linewidth=1)
             axis.annotate(f"n^{power:g}", (last, ends[1]), fontsize=7, color="grey")
     axes[0].legend(fontsize=7)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path
+    return save(figure, path, dpi=130)
 
 
 def show(causal: bool, heads: int, longest: int, png: Path) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from subquad.attention.combiner_routing import CombinerRouting
 from subquad.attention.registry import attention
 from subquad.layers import MultiheadAttention, Projections
+from subquad.plots import save
 from subquad.supports import binary, grids, partitions, spans
 
 VOCABULARY, PHRASE = 24, 16  # the text to learn: phrases of 16 tokens that come back
@@ -193,10 +194,7 @@ def draw(rows: Sequence[Row], path: Path | str) -> Path:
         axes[0][column].set(title=f"{kind} q, k, v", ylabel="total variation")
         axes[1][column].set(xlabel="cost (terms + groups + members)", ylabel="relative output error")
     axes[1][0].legend(fontsize=7, loc="upper right")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path
+    return save(figure, path, dpi=130)
 
 
 def show(n: int, causal: bool, steps: int, png: Path, seed: int) -> None:

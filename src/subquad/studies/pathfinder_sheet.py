@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from subquad.plots import save
 from subquad.tasks.contours import picture
 
 # size, dashes of a long contour, distractors
@@ -28,7 +29,4 @@ def draw_sheet(path: Path | str, kinds: Sequence[tuple[int, int, int]] = KINDS, 
             axis.set(xticks=[], yticks=[])
             axis.set_title("joined" if joined else "not joined", fontsize=8, color="C0" if joined else "C3")
         row[0].set_ylabel(f"{size} × {size}\n{contour} dashes, {distractors} others", fontsize=7)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    return path
+    return save(figure, path, dpi=110)

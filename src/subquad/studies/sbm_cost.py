@@ -97,6 +97,8 @@ def draw_cost(records: Sequence[dict[str, Any]], path: Path | str) -> Path:
     """Time and memory over the length, with lines of slope 1 and 2 through the first point."""
     from matplotlib.figure import Figure
 
+    from subquad.plots import save
+
     n = [record["n"] for record in records]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     parts = (("seconds", 1, "CPU seconds of a step"), ("bytes", 2**20, "peak memory of a step, MiB"))
@@ -110,10 +112,7 @@ def draw_cost(records: Sequence[dict[str, Any]], path: Path | str) -> Path:
         axis.set_xticks(n, [f"{m // 1024}k" for m in n], minor=False)
         axis.minorticks_off()
         axis.legend(fontsize=8)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path
+    return save(figure, path, dpi=130)
 
 
 def show(png: Path, degree: float, longest: int, repeats: int) -> None:

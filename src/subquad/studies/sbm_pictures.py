@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from subquad.attention.call import Call, Record
 from subquad.attention.sbm import Sbm
+from subquad.plots import save
 
 
 class SampledCall(NamedTuple):
@@ -111,8 +112,7 @@ def draw_placements(path: Path) -> Path:
         p = block_model(nodes, clusters)
         _show(axes[1][column], p / p.max().clamp_min(0.25), f"expected mask, mean {p.mean():.2f}")
     axes[0][0].legend(fontsize=7)
-    figure.savefig(path, dpi=130)
-    return Path(path)
+    return save(figure, path, dpi=130)
 
 
 # ---- what a mechanism samples ---------------------------------------------------------------------------------------
@@ -132,8 +132,7 @@ def draw_masks(attention: Sbm, q: Tensor, k: Tensor, path: Path, key_mask: Tenso
         p, mask = expected[0, head], drawn[0, head]
         _show(axes[0][head], p, f"head {head}: expected {p.mean():.2f}")
         _show(axes[1][head], mask, f"sampled {mask.float().mean():.2f}")
-    figure.savefig(path, dpi=130)
-    return Path(path)
+    return save(figure, path, dpi=130)
 
 
 # ---- figures 5 and 7: densities of a trained model ------------------------------------------------------------------
@@ -164,8 +163,7 @@ def draw_densities(models: Mapping[str, Tensor], path: Path) -> Path:
         labels = [f"L{layer + 1}" for layer in range(per_layer.shape[1])]
         axis.bar(labels, per_layer.mean(0).tolist(), yerr=spread.tolist(), capsize=3, width=0.6)
         axis.set(title=name, ylim=(0, 1), ylabel="mask density")
-    figure.savefig(path, dpi=130)
-    return Path(path)
+    return save(figure, path, dpi=130)
 
 
 @torch.no_grad()
@@ -187,8 +185,7 @@ def draw_attended(model: nn.Module, batch: tuple, path: Path, height: int, seque
             axes[row][column].imshow(share.view(height, -1).cpu().numpy(), cmap="viridis", interpolation="nearest")
             axes[row][column].set(xticks=[], yticks=[])
             axes[row][column].set_title(f"layer {row + 1}, head {column + 1}: {share.mean():.3f}", fontsize=9)
-    figure.savefig(path, dpi=130)
-    return Path(path)
+    return save(figure, path, dpi=130)
 
 
 # ---- a small model, trained -----------------------------------------------------------------------------------------
@@ -255,7 +252,4 @@ def draw_trained(model: nn.Module, path: Path, length: int = 32, seed: int = 1) 
         axis.bar(labels, layer_densities.mean(0).tolist(), yerr=spread, capsize=3, width=0.6)
         axis.set(title=f"layer {row + 1}: mean {layer_densities.mean():.2f}", ylabel="density", xlabel="head")
         axis.set_ylim(0, max(0.3, 1.1 * float(found.max())))
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    return path, float(right)
+    return save(figure, path, dpi=110), float(right)

@@ -208,6 +208,8 @@ def draw(result: dict, path: Path | str) -> Path:
     """Degrees over ε, and entropies inside a slice."""
     from matplotlib.figure import Figure
 
+    from subquad.plots import save
+
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     plain = result["degrees"]["parallel"]
@@ -225,10 +227,7 @@ def draw(result: dict, path: Path | str) -> Path:
     right.set_ylim(0, 1.1 * result["uniform_entropy"])
     right.margins(x=0.5)
     right.legend(fontsize=8)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path
+    return save(figure, path, dpi=130)
 
 
 def table(result: dict) -> list[str]:
