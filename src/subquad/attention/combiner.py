@@ -23,7 +23,7 @@ from the index sets alone, without a thought for speed; the fast path is compare
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import index
 from typing import Any, Literal
@@ -55,12 +55,13 @@ class CombinerOptions(Options):
 
 
 class Combiner(SizedAttention):
-    """One partition, one abstraction. A subclass makes the partition from its options."""
+    """One partition, one abstraction. A subclass says which kind of partition, or makes it from its options."""
 
     Options = CombinerOptions
     family = "combiner"
     paper = "Ren et al. 2021"
     grouped = True
+    kind: type[Partition]
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
@@ -74,8 +75,8 @@ class Combiner(SizedAttention):
         return not self.abstraction.learns
 
     def make_partition(self, options: Any) -> Any:
-        """The partition that the options describe."""
-        raise TypeError(f"{type(self).__name__} leaves this to a subclass")
+        """The partition that the options describe: its fields are options of the same names."""
+        return self.kind(**{field.name: getattr(options, field.name) for field in fields(self.kind)})
 
     @property
     def partitions(self) -> tuple[Partition, ...]:

@@ -38,6 +38,13 @@ from subquad.supports.partitions import IndexSets, Partition
 from subquad.supports.support import text_of
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpanOptions(CombinerOptions):
+    span: int | None = option(None, "tokens of a span; None = ≈ √max_length, or ≈ √n without max_length", ge=1)
+    abstraction: AnyKind = option("max", "how a group is summarised")  # type: ignore[assignment]
+    sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
+
+
 class CombinerFixed(Combiner):
     """Combiner-Fixed (Ren et al. 2021, section 4.1): the tokens of the query's span, every other span as one summary.
 
@@ -49,22 +56,16 @@ class CombinerFixed(Combiner):
     Eq. 10 counts from 1, writes "mod" for "div" and leaves out the first span; here all spans count.
     """
 
+    kind = spans.Fixed
     cost = "n·√n"
     free_size = "span"
     boundary = "summaries of spans, and at most one partial span"
     gallery = {"span": 8}
 
-    @dataclass(frozen=True, kw_only=True)
-    class Options(CombinerOptions):
-        span: int | None = option(None, "tokens of a span; None = ≈ √max_length, or ≈ √n without max_length", ge=1)
-        abstraction: AnyKind = option("max", "how a group is summarised")  # type: ignore[assignment]
-        sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
+    Options = SpanOptions
 
     def kept_keys(self, n: int) -> float:
         return self.sized(n).span + n / self.sized(n).span
-
-    def make_partition(self, options: Any) -> spans.Fixed:
-        return spans.Fixed(causal=options.causal, span=options.span)
 
 
 class CombinerWindow(Combiner):
@@ -81,6 +82,7 @@ class CombinerWindow(Combiner):
     """
 
     paper = "after Ren et al. 2021"  # the plan is not in the paper
+    kind = spans.Window
     cost = "n·√n"
     free_size = "span"
     boundary = "summaries of spans, at most one partial span, and the window's halo"
@@ -88,19 +90,13 @@ class CombinerWindow(Combiner):
     gallery = {"span": 8, "window": 12, "sinks": 2}
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(CombinerOptions):
-        span: int | None = option(None, "tokens of a span; None = ≈ √max_length, or ≈ √n without max_length", ge=1)
-        abstraction: AnyKind = option("max", "how a group is summarised")  # type: ignore[assignment]
-        sharpness: float = option(16.0, "attended abstractions: factor on the query of a summary", gt=0)
+    class Options(SpanOptions):
         window: int = option(256, "a query sees at least this many tokens directly, itself included", ge=1)
         sinks: int = option(4, "number of first tokens that every query sees directly", ge=0)
         shared_heads: int = option(1, "number of neighbouring heads that ask for a summary together", ge=1)
 
     def kept_keys(self, n: int) -> float:
         return self.options.window + self.options.sinks + self.sized(n).span + n / self.sized(n).span
-
-    def make_partition(self, options: Any) -> spans.Window:
-        return spans.Window(causal=options.causal, span=options.span, window=options.window, sinks=options.sinks)
 
 
 class CombinerTree(Combiner):
@@ -116,6 +112,7 @@ class CombinerTree(Combiner):
         s ≈ n^(1/(depth+1)):  O(n·(depth+1)·n^(1/(depth+1)));  depth=1 is Combiner-Fixed, depth=2 costs n·n^(1/3)
     """
 
+    kind = spans.Tree
     cost = "n·n^(1/(depth+1))"
     free_size = "span"
     boundary = "summaries of blocks, and at most one partial block of each level"
@@ -135,9 +132,6 @@ class CombinerTree(Combiner):
         span, depth = self.sized(n).span, self.options.depth
         return depth * span + n / span**depth
 
-    def make_partition(self, options: Any) -> spans.Tree:
-        return spans.Tree(causal=options.causal, span=options.span, depth=options.depth)
-
 
 class CombinerLogsparse(Combiner):
     """Combiner-Logsparse (Ren et al. 2021, section 4.2 and appendix B): everything before i as O(log i) binary blocks.
@@ -148,12 +142,10 @@ class CombinerLogsparse(Combiner):
     O(n·log n) time, O(n) memory: all blocks that are ever asked for are one binary tree, see `binary.Logsparse`.
     """
 
+    kind = binary.Logsparse
     cost = "n·log n"
     exponent = 1.0
     examples = ({}, {"abstraction": "deepsets-mean"})
-
-    def make_partition(self, options: Any) -> binary.Logsparse:
-        return binary.Logsparse(causal=options.causal)
 
 
 class CombinerAxial(Combiner):
