@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.hf.texts import tokens
+
 THINGS = ("locker", "ticket", "room", "train", "ship", "parcel", "account", "house", "page", "seat", "ward", "engine")
 STATEMENTS = (" Note that the number of the {thing} is {number}.", " On the {thing} was written {number}, no more.")
 QUESTIONS = (
@@ -25,8 +27,8 @@ def hide_numbers(ids: Tensor, tokenizer: Any, count: int, draw: torch.Generator)
     said, asked = [], []
     for thing in torch.randperm(len(THINGS), generator=draw)[:count].tolist():
         words = {"thing": THINGS[thing], "number": _integer(draw, 10**4, 10**6)}
-        said.append(_tokens(tokenizer, STATEMENTS[_integer(draw, 0, len(STATEMENTS))].format(**words)))
-        asked.append(_tokens(tokenizer, QUESTIONS[_integer(draw, 0, len(QUESTIONS))].format(**words)))
+        said.append(tokens(tokenizer, STATEMENTS[_integer(draw, 0, len(STATEMENTS))].format(**words)))
+        asked.append(tokens(tokenizer, QUESTIONS[_integer(draw, 0, len(QUESTIONS))].format(**words)))
     end = [token for number in torch.randperm(len(asked), generator=draw).tolist() for token in asked[number]]
     room = ids.shape[1] - len(end) - sum(map(len, said))
     if room < 1:
@@ -42,7 +44,3 @@ def hide_numbers(ids: Tensor, tokenizer: Any, count: int, draw: torch.Generator)
 
 def _integer(draw: torch.Generator, low: int, high: int) -> int:
     return int(torch.randint(low, high, (), generator=draw))
-
-
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids

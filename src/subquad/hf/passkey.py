@@ -18,6 +18,7 @@ from subquad.hf.fitting import body
 from subquad.hf.layers import attention_layers
 from subquad.hf.naming import NAME
 from subquad.hf.original import original
+from subquad.hf.texts import tokens
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
@@ -63,15 +64,11 @@ def passkey(
 
 def hide(tokenizer: Any, key: str, n: int, depth: float) -> tuple[Tensor, int, int]:
     """The tokens (1, n) ending with the number, how many of them the number has, and how far back it was said."""
-
-    def tokens(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-
-    needle, question, answer = tokens(NEEDLE.format(key=key)), tokens(QUESTION), tokens(key)
+    needle, question, answer = (tokens(tokenizer, text) for text in (NEEDLE.format(key=key), QUESTION, key))
     room = n - len(needle) - len(question) - len(answer)
     if room < 0:
         raise ValueError(f"--n must be at least {n - room}, the tokens of the question and the number, not {n}")
-    once = tokens(FILLER)
+    once = tokens(tokenizer, FILLER)
     filler = (once * (room // len(once) + 1))[:room]
     before = round(depth * room)
     ids = [*filler[:before], *needle, *filler[before:], *question, *answer]

@@ -10,14 +10,19 @@ from torch import Tensor
 
 from subquad.core.files import read_text as read
 
-__all__ = ["read", "window", "windows"]
+__all__ = ["read", "tokens", "window", "windows"]
 
 CHARACTERS = 8  # of a token, at most; what is cut out of a file to get a window of n tokens
 
 
+def tokens(tokenizer: Any, text: str) -> list[int]:
+    """A text as it stands, without tokens in front or behind."""
+    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+
 def window(text: str, tokenizer: Any, n: int, start: int = 0) -> Tensor:
     """n tokens of a text from character `start` on, (1, n)."""
-    ids = tokenizer(text[start : start + CHARACTERS * n], add_special_tokens=False, verbose=False).input_ids
+    ids = tokens(tokenizer, text[start : start + CHARACTERS * n])
     if len(ids) < n:
         raise ValueError(f"the text has {len(ids)} tokens behind character {start}: {n} are needed")
     return torch.tensor([ids[:n]])

@@ -217,10 +217,7 @@ def tally(rows: Sequence[Compared]) -> str:
 def show(
     path: Path, write: Sequence[Path], minutes: float, times: bool, memory: bool, seed: int, measured: bool
 ) -> None:
-    """Compare the predictions of `subquad advise` with measurements of ten layers outside any calibration.
-
-    The predictions are those of this machine's calibration where there is one. Run the same command again to resume.
-    """
+    """The command `subquad study advice`."""
     held, tell = drawn(seed), lambda text: print(text, flush=True)
     quantities = [name for name, wanted in (("bytes", memory), ("seconds", times)) if wanted]
     if not measured and not run(held, path, quantities=quantities, minutes=minutes, tell=tell):

@@ -50,10 +50,7 @@ def show(
     hidden: int,
     tries: int,
 ) -> None:
-    """Convert a pretrained model and compare it with the original: losses, speed, cache, hidden numbers.
-
-    Run the same command again to resume it, or with more texts, attentions or lengths to add them.
-    """
+    """The command `subquad study conversion`."""
     from subquad.training.quiet import quiet
 
     quiet()

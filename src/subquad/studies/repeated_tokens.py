@@ -55,9 +55,7 @@ def draw_training(out: Path, attentions: Iterable[str]) -> Path:
 
 
 def show(out: Path, names: list[str], settings: Sequence[str], seed: int) -> None:
-    """SBM learns to use full attention where the task needs it (SBM-Transformer, section 5.1): loss and density over
-    the steps. Run the same command again to resume.
-    """
+    """The command `subquad study repeated-tokens`."""
     from subquad.core.console import out as console
     from subquad.training.quiet import quiet
 

@@ -170,10 +170,7 @@ def _shared(report: dict[str, Any]) -> dict[str, Any]:
 def show(
     path: Path, write: Sequence[Path], minutes: float, repeats: int, comparison: Path | None, measured: bool
 ) -> None:
-    """Time and memory of every mechanism over the length, and the length from which it is faster than full attention.
-
-    Run the same command again to continue. Without limits it takes about half an hour on 2 cores.
-    """
+    """The command `subquad study speed`."""
     if not measured:
         done = run(path, Setting(), repeats=repeats, minutes=minutes, tell=lambda text: print(text, flush=True))
         left = "all is measured" if done else "some is not measured yet, or was on a busy machine: run it again"

@@ -10,8 +10,9 @@ are those of `paper`, and the feed-forward layers are twice as wide as the model
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,3 +61,18 @@ class ArenaTask(Task):
     def read(self, text: str) -> Example:
         """One line of a user, without the token."""
         return super().encode(text)
+
+
+class ByteTask(ArenaTask):
+    """Texts as their first `length` bytes, byte b as id b + 1 (0 is padding), and one of two classes."""
+
+    classes: ClassVar[tuple[str, str]]
+
+    def ids(self, content: bytes) -> np.ndarray:
+        return np.frombuffer(content[: self.recipe.length], np.uint8).astype(np.uint16) + 1  # (≤ length,)
+
+    def vocabulary(self) -> dict[str, Any]:
+        return {"vocab_size": 257, "num_labels": 2, "pad_token_id": 0}
+
+    def answer(self, logits: Tensor) -> str:
+        return self.classes[int(logits.argmax(-1))]

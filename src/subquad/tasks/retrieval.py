@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from subquad.core.options import option
 from subquad.data.files import Source, members, opened
-from subquad.tasks.arena import CST, ArenaTask
+from subquad.tasks.arena import CST, ByteTask
 from subquad.tasks.base import Example, Splits, collate
 from subquad.tasks.recipe import Recipe
 
@@ -43,7 +43,6 @@ SOURCES = {
 STEMS = {"aan": "new_aan_pairs", "acl": "acl_pairs"}
 PARTS = ("train", "eval", "test")
 LABELS = {b"0.0": 0, b"1.0": 1, b"0": 0, b"1": 1}
-CLASSES = ("not linked", "linked")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class RetrievalRecipe(Recipe):
     source: Literal["aan", "acl"] = option("aan", "the Arena's pairs, or pairs of one's own in its format")
 
 
-class Retrieval(ArenaTask):
+class Retrieval(ByteTask):
     """Recipe `paper`: Table 7 of the SBM paper (column RETRIEVAL), but for `length`: the Arena's 4000 bytes, not 4096.
 
     The paper builds on the Nyströmformer's implementation of the Arena; what its table leaves out is from there:
@@ -63,6 +62,7 @@ class Retrieval(ArenaTask):
     head = "pair"
     needs_data = True
     sources = {"aan": SOURCES["aan"], "acl": SOURCES["acl"]}
+    classes = ("not linked", "linked")
     recipes = {
         "small": RetrievalRecipe(
             source="acl", length=2000, width=32, layers=1, heads=2, feedforward=64, initial=0.125, steps=600, batch=16,
@@ -128,12 +128,6 @@ class Retrieval(ArenaTask):
             raise ValueError(f"{name} holds no pairs")
         return found
 
-    def ids(self, content: bytes) -> np.ndarray:
-        return np.frombuffer(content[: self.recipe.length], np.uint8).astype(np.uint16) + 1  # (≤ length,)
-
-    def vocabulary(self) -> dict[str, Any]:
-        return {"vocab_size": 257, "num_labels": 2, "pad_token_id": 0}
-
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Each side padded to its own longest text."""
         examples = [self.with_cls(example) for example in examples]
@@ -152,9 +146,6 @@ class Retrieval(ArenaTask):
             raise ValueError(f"{self.name}: a line is two texts with one tab between them, text1<TAB>text2")
         first, second = (torch.from_numpy(self.ids(one.encode()).astype(np.int64)) for one in texts)
         return {"input_ids": first, "pair_ids": second}
-
-    def answer(self, logits: Tensor) -> str:
-        return CLASSES[int(logits.argmax(-1))]
 
 
 class Pairs(Dataset):

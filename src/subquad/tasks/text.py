@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from subquad.core.options import option
 from subquad.data.datasets import Examples, with_validation
 from subquad.data.files import Source, members
-from subquad.tasks.arena import CST, ArenaTask
+from subquad.tasks.arena import CST, ByteTask
 from subquad.tasks.base import Example, Splits
 from subquad.tasks.recipe import Recipe
 
@@ -27,7 +26,6 @@ IMDB = Source(
     "the Large Movie Review Dataset v1.0, aclImdb_v1.tar.gz, packed or unpacked to aclImdb/",
     "https://ai.stanford.edu/~amaas/data/sentiment/",
 )
-CLASSES = ("negative", "positive")
 REVIEW = re.compile(r"(?:^|/)(train|test)/(neg|pos)/([^/]+)\.txt$")
 
 
@@ -36,7 +34,7 @@ class TextRecipe(Recipe):
     valid: int = option(2500, "training reviews set aside for validation, drawn by seed", ge=1)
 
 
-class Text(ArenaTask):
+class Text(ByteTask):
     """Recipe `paper`: Table 7 of the SBM paper (column TEXT), but for `length`: the Arena's 4096 bytes, not 3072.
 
     The paper builds on the Nyströmformer's implementation of the Arena; what its table leaves out is from there:
@@ -48,6 +46,7 @@ class Text(ArenaTask):
     head = "sequence"
     needs_data = True
     sources = {"": IMDB}
+    classes = ("negative", "positive")
     recipes = {
         "small": TextRecipe(
             length=1024, width=64, layers=2, heads=2, feedforward=128, initial=0.125, steps=1000, batch=16, rate=1e-3,
@@ -87,17 +86,8 @@ class Text(ArenaTask):
             labels += [label] * len(reviews)
         return Examples(ids, labels)
 
-    def ids(self, content: bytes) -> np.ndarray:
-        return np.frombuffer(content[: self.recipe.length], np.uint8).astype(np.uint16) + 1  # (≤ length,)
-
-    def vocabulary(self) -> dict[str, Any]:
-        return {"vocab_size": 257, "num_labels": 2, "pad_token_id": 0}
-
     def read(self, text: str) -> Example:
         """A review of any length; as in training, what follows the first `length` bytes is not read."""
         if not text:
             raise ValueError(f"{self.name}: the review is empty")
         return {"input_ids": torch.from_numpy(self.ids(text.encode()).astype(np.int64))}
-
-    def answer(self, logits: Tensor) -> str:
-        return CLASSES[int(logits.argmax(-1))]

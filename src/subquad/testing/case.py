@@ -113,7 +113,11 @@ class Case:
 
     def spoil(self, x: Tensor, where: Tensor, value: float) -> Tensor:
         """The inputs with `value` at `where`, bool (B, n)."""
-        return x.masked_fill(where[:, :, None] if self.is_layer else where[:, None, :, None], value)
+        return x.masked_fill(self.spread(where), value)
+
+    def spread(self, mask: Tensor) -> Tensor:
+        """A mask (B, n) as it broadcasts to inputs and outputs."""
+        return mask[:, :, None] if self.is_layer else mask[:, None, :, None]
 
 
 @dataclass(frozen=True)

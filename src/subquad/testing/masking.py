@@ -71,7 +71,7 @@ def padding_is_invisible(case: Case) -> None:
                 out = run(module, spoilt, mask)
                 close(case.rows(out, mask), base, 1e-12, f"n={n}, {what}: {value} in padded slots changes real tokens")
                 if what == "fast path" and out.requires_grad:
-                    for name, g in zip(case.names, gradients(out * _as(out, mask, case), spoilt), strict=True):
+                    for name, g in zip(case.names, gradients(out * case.spread(mask).to(out), spoilt), strict=True):
                         assert g.isfinite().all(), f"n={n}: {value} in padded slots reaches the gradient of {name}"
         nobody = torch.zeros(2, n, dtype=torch.bool)
         ys = [x.requires_grad_() for x in case.inputs(n)]
@@ -97,11 +97,6 @@ def slots_weigh_nothing(
     assert off.max() <= 1e-9, (
         f"{what}: padded slots have weights (values of 1 at every real token give {value:.3g}, not 1)"
     )
-
-
-def _as(out: torch.Tensor, mask: torch.Tensor, case: Case) -> torch.Tensor:
-    """1 at real tokens, 0 elsewhere, as it broadcasts to the output."""
-    return mask[..., None].to(out) if case.is_layer else mask[:, None, :, None].to(out)
 
 
 def padded_row_equals_alone(case: Case) -> None:

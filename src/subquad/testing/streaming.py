@@ -29,7 +29,7 @@ def streams_in_any_split(case: Case) -> None:
         got, _ = stream(case, module, xs, sizes, mask, seed=seed, rollback=0)
         want = one_call(case, module, xs, mask, seed)
         if mask is not None:  # what stands at padding is nobody's business
-            got, want = (x * _as(x, mask, case) for x in (got, want))
+            got, want = (x * case.spread(mask).to(x) for x in (got, want))
         what = f"in chunks of {sizes}, {'no' if mask is None else 'every kind of'} padding"
         close(got, want, 1e-9, f"value {what}")
         if mask is None:  # without gradients states are written in place, the first of many tokens at once
@@ -194,10 +194,6 @@ def one_call(case: Case, module: Any, inputs: Sequence[Tensor], mask: Tensor | N
 
 def _cut(case: Case, x: Tensor, first: int, last: int) -> Tensor:
     return x.narrow(case.time, first, last - first)
-
-
-def _as(out: Tensor, mask: Tensor, case: Case) -> Tensor:
-    return mask[..., None].to(out) if case.is_layer else mask[:, None, :, None].to(out)
 
 
 def _raise(name: str) -> Callable:
