@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.eager import flattened, nested
+from subquad.kernels.eager import flattened
 
 
 def no_second_derivative(name: str) -> Callable[..., Any]:
@@ -49,19 +50,35 @@ def derive(
     """
     count, call = len(operator._opoverload._schema.arguments), call or backward
 
-    def save(ctx: Any, inputs: tuple, output: Any) -> None:
+    def save(ctx: Any, inputs: Sequence, output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        ctx.sizes, flat = flattened((*inputs[:behind], *outputs[kept], *inputs[behind:]))
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in flat))
-        ctx.settings = [None if isinstance(x, Tensor) else x for x in flat]
-        ctx.wanted, ctx.nothing = flattened([inputs[i] for i in of])[0], [_nothing(x) for x in inputs]
+        tensors: list[Tensor] = []
+        ctx.layout = []  # per argument of the backward: how many tensors a list has, 0 = a tensor, or what it is itself
+        for x in (*inputs[:behind], *outputs[kept], *inputs[behind:]):
+            if isinstance(x, Tensor):
+                tensors.append(x)
+                ctx.layout.append((0, None))
+            elif _is_list(x) and x:
+                tensors += x
+                ctx.layout.append((len(x), None))
+            else:
+                ctx.layout.append((None, x))
+        ctx.save_for_backward(*tensors)
 
     def gradient(ctx: Any, *grads: Tensor) -> Any:
-        pairs = zip(ctx.saved_tensors, ctx.settings, strict=True)  # read once: a checkpoint hands them over only once
-        found = call(*grads[:gradients], *nested(ctx.sizes, [other if x is None else x for x, other in pairs]))
-        result = list(ctx.nothing)
-        for i, x in zip(of, nested(ctx.wanted, [found] if isinstance(found, Tensor) else found), strict=True):
-            result[i] = x
+        saved = iter(ctx.saved_tensors)  # read once: a checkpoint hands them over only once
+        given = [
+            setting if size is None else list(islice(saved, size)) if size else next(saved)
+            for size, setting in ctx.layout
+        ]
+        found = call(*grads[:gradients], *given)
+        changes = iter([found] if isinstance(found, Tensor) else found)
+        result: list[Any] = []
+        for i, x in enumerate((*given[:behind], *given[len(given) - (count - behind) :])):
+            if i in of:
+                result.append(list(islice(changes, len(x))) if isinstance(x, list) else next(changes))
+            else:
+                result.append([None] * len(x) if _is_list(x) else None)
         return tuple(result)
 
     def inputs_of(arguments: tuple) -> tuple:
@@ -82,9 +99,9 @@ def derive(
     return save, gradient
 
 
-def _nothing(x: Any) -> Any:
-    """No gradient: None, for a list of tensors one for each."""
-    return [None] * len(x) if isinstance(x, list) and all(isinstance(each, Tensor) for each in x) else None
+def _is_list(x: Any) -> bool:
+    """Of tensors? Numbers come in lists too."""
+    return isinstance(x, list) and (not x or isinstance(x[0], Tensor))
 
 
 def _count(operator: Any, flops: Callable[..., int]) -> None:

@@ -53,7 +53,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, eager: Eager, sizes: list[int | None], *flat: Any) -> Any:
-        arguments = nested(sizes, flat)
+        arguments = _nested(sizes, flat)
         result = eager.kernel(*arguments)
         assert eager.save is not None
         eager.save(ctx, arguments, result)
@@ -80,7 +80,7 @@ def flattened(arguments: Sequence[Any]) -> tuple[list[int | None], list[Any]]:
     return sizes, flat
 
 
-def nested(sizes: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
+def _nested(sizes: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
     arguments: list[Any] = []
     at = 0
     for size in sizes:
