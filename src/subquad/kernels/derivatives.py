@@ -48,41 +48,34 @@ def derive(
     times. `call` runs in place of `backward`. Returns what keeps the tensors and what calls it, as `register_autograd`
     takes them.
     """
-    count, call = len(operator._opoverload._schema.arguments), call or backward
+    call, schema = call or backward, operator._opoverload._schema
+    kinds = [str(argument.type) for argument in schema.arguments]
+    singles = [i for i, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]")]
+    lists = [i for i, kind in enumerate(kinds) if kind == "List[Tensor]"]
+    others = [i for i in range(len(kinds)) if i not in singles and i not in lists]
+    results = len(schema.returns[kept])
 
     def save(ctx: Any, inputs: Sequence, output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        tensors: list[Tensor] = []
-        ctx.layout = []  # per argument of the backward: how many tensors a list has, 0 = a tensor, or what it is itself
-        for x in (*inputs[:behind], *outputs[kept], *inputs[behind:]):
-            if isinstance(x, Tensor):
-                tensors.append(x)
-                ctx.layout.append((0, None))
-            elif _is_list(x) and x:
-                tensors += x
-                ctx.layout.append((len(x), None))
-            else:
-                ctx.layout.append((None, x))
-        ctx.save_for_backward(*tensors)
+        ctx.sizes, ctx.settings = [len(inputs[i]) for i in lists], [inputs[i] for i in others]
+        ctx.save_for_backward(*outputs[kept], *(inputs[i] for i in singles), *(x for i in lists for x in inputs[i]))
 
     def gradient(ctx: Any, *grads: Tensor) -> Any:
         saved = iter(ctx.saved_tensors)  # read once: a checkpoint hands them over only once
-        given = [
-            setting if size is None else list(islice(saved, size)) if size else next(saved)
-            for size, setting in ctx.layout
-        ]
-        found = call(*grads[:gradients], *given)
+        outputs, inputs, changed = list(islice(saved, results)), dict(zip(others, ctx.settings, strict=True)), {}
+        for i in singles:
+            inputs[i] = next(saved)
+        for i, size in zip(lists, ctx.sizes, strict=True):
+            inputs[i], changed[i] = list(islice(saved, size)), [None] * size
+        given = [inputs[i] for i in range(len(kinds))]
+        found = call(*grads[:gradients], *given[:behind], *outputs, *given[behind:])
         changes = iter([found] if isinstance(found, Tensor) else found)
-        result: list[Any] = []
-        for i, x in enumerate((*given[:behind], *given[len(given) - (count - behind) :])):
-            if i in of:
-                result.append(list(islice(changes, len(x))) if isinstance(x, list) else next(changes))
-            else:
-                result.append([None] * len(x) if _is_list(x) else None)
-        return tuple(result)
+        for i in of:
+            changed[i] = list(islice(changes, len(inputs[i]))) if i in lists else next(changes)
+        return tuple(changed.get(i) for i in range(len(kinds)))
 
     def inputs_of(arguments: tuple) -> tuple:
-        return *arguments[gradients : gradients + behind], *arguments[len(arguments) - (count - behind) :]
+        return *arguments[gradients : gradients + behind], *arguments[len(arguments) - (len(kinds) - behind) :]
 
     def shapes(*arguments: Any) -> Any:
         inputs = inputs_of(arguments)
@@ -97,11 +90,6 @@ def derive(
         _count(operator, flops)
         _count(backward, lambda *arguments, **_: 5 * flops(*inputs_of(arguments)) // 2)
     return save, gradient
-
-
-def _is_list(x: Any) -> bool:
-    """Of tensors? Numbers come in lists too."""
-    return isinstance(x, list) and (not x or isinstance(x[0], Tensor))
 
 
 def _count(operator: Any, flops: Callable[..., int]) -> None:
