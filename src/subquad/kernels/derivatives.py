@@ -53,26 +53,30 @@ def derive(
     singles = [i for i, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]")]
     lists = [i for i, kind in enumerate(kinds) if kind == "List[Tensor]"]
     others = [i for i in range(len(kinds)) if i not in singles and i not in lists]
-    results = len(schema.returns[kept])
+    results, returns = len(schema.returns[kept]), [str(x.type) for x in backward._opoverload._schema.returns]
 
     def save(ctx: Any, inputs: Sequence, output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.sizes, ctx.settings = [len(inputs[i]) for i in lists], [inputs[i] for i in others]
-        ctx.save_for_backward(*outputs[kept], *(inputs[i] for i in singles), *(x for i in lists for x in inputs[i]))
+        tensors = [inputs[i] for i in singles] + [x for i in lists for x in inputs[i]]
+        ctx.save_for_backward(*outputs[kept], *tensors)
 
     def gradient(ctx: Any, *grads: Tensor) -> Any:
         saved = iter(ctx.saved_tensors)  # read once: a checkpoint hands them over only once
-        outputs, inputs, changed = list(islice(saved, results)), dict(zip(others, ctx.settings, strict=True)), {}
+        outputs = list(islice(saved, results))
+        inputs: list[Any] = [None] * len(kinds)
+        changed: list[Any] = [None] * len(kinds)
+        for i, x in zip(others, ctx.settings, strict=True):
+            inputs[i] = x
         for i in singles:
             inputs[i] = next(saved)
         for i, size in zip(lists, ctx.sizes, strict=True):
             inputs[i], changed[i] = list(islice(saved, size)), [None] * size
-        given = [inputs[i] for i in range(len(kinds))]
-        found = call(*grads[:gradients], *given[:behind], *outputs, *given[behind:])
-        changes = iter([found] if isinstance(found, Tensor) else found)
+        found = call(*grads[:gradients], *inputs[:behind], *outputs, *inputs[behind:])
+        changes = iter([found] if returns == ["Tensor"] else found)
         for i in of:
             changed[i] = list(islice(changes, len(inputs[i]))) if i in lists else next(changes)
-        return tuple(changed.get(i) for i in range(len(kinds)))
+        return tuple(changed)
 
     def inputs_of(arguments: tuple) -> tuple:
         return *arguments[gradients : gradients + behind], *arguments[len(arguments) - (len(kinds) - behind) :]
@@ -80,7 +84,6 @@ def derive(
     def shapes(*arguments: Any) -> Any:
         inputs = inputs_of(arguments)
         found = [empty(x) for x in flattened([inputs[i] for i in of])[1]]
-        returns = [str(x.type) for x in backward._opoverload._schema.returns]
         return found[0] if returns == ["Tensor"] else found if len(returns) == 1 else tuple(found)
 
     backward.register_fake(shapes)

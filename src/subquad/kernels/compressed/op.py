@@ -11,13 +11,11 @@ from torch import Tensor
 from subquad.kernels import devices
 from subquad.kernels.compressed import reference
 from subquad.kernels.derivatives import derive
+from subquad.kernels.flash import flash, flash_backward
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.merge.views import absorb
 from subquad.supports.patterns import Longformer
 from subquad.supports.support import plan_of, text_of
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 ROWS = 512  # queries whose entries are masked together
 
@@ -76,14 +74,14 @@ def _last(seen: Tensor) -> int:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     if devices.is_host(q):
-        return _flash(q, k, v, attn_mask=bias, scale=scale)
+        return flash(q, k, v, attn_mask=bias, scale=scale)
     return reference.attend(q, k, v, bias, scale)
 
 
 def _attend_backward(*tensors: Any, bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """tensors: grad, q, k, v, the merged out and lse, which the sink keeps finite."""
     if devices.is_host(tensors[0]):
-        return _flash_backward(*tensors, 0.0, False, attn_mask=bias, scale=scale)
+        return flash_backward(*tensors, 0.0, False, attn_mask=bias, scale=scale)
     return reference.attend_backward(*tensors, bias=bias, scale=scale)
 
 

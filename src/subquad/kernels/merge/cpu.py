@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.kernels.flash import flash, flash_backward
 from subquad.kernels.matrices import ready
 from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge import dropout as dropping
@@ -19,8 +20,6 @@ from subquad.kernels.merge.rows import plans
 from subquad.kernels.merge.views import absorb, add_keys, grid_view, keys_of
 from subquad.supports.parts import Part, Plan
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 SMALL_MASK = 1 << 23  # masks of up to this many entries are made for all heads of all batch elements at once
 
 
@@ -153,7 +152,7 @@ def _attend(q: Tensor, views: _Views, scale: float) -> tuple[Tensor, Tensor]:
             out = out.masked_fill(lse.isnan()[..., None], torch.nan)
     else:
         triangle = mask is None and part.is_triangle
-        out, lse = _flash(x, views.keys, views.values, 0.0, triangle, attn_mask=mask, scale=scale)
+        out, lse = flash(x, views.keys, views.values, 0.0, triangle, attn_mask=mask, scale=scale)
         zero = lse == 0 if empty is None else (lse == 0) & ~empty
         if bool(zero.any()):  # the kernel may report 0 for a query that is not a number
             lost = x.sum(-1).isnan()  # (G, A, L)
@@ -176,4 +175,4 @@ def _part_backward(g, q, out, lse, views: _Views, scale: float) -> tuple[Tensor,
         ds = weight * (g * (v - out)).sum(-1, keepdim=True) * scale
         return ds * k, ds * q, weight * g
     triangle = mask is None and part.is_triangle
-    return _flash_backward(g, q, k, v, out, lse[..., 0], 0.0, triangle, attn_mask=mask, scale=scale)
+    return flash_backward(g, q, k, v, out, lse[..., 0], 0.0, triangle, attn_mask=mask, scale=scale)

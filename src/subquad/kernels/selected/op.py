@@ -11,13 +11,11 @@ from torch import Tensor
 
 from subquad.kernels import devices
 from subquad.kernels.derivatives import derive
+from subquad.kernels.flash import flash, flash_backward
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.runs import cpu
 from subquad.kernels.selected import reference, visits
 from subquad.supports.patterns import Blocks
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 TILE = 64  # queries that are multiplied together
 
@@ -128,7 +126,7 @@ def _attend(q: Tensor, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     """
     tiles = q[rows].unflatten(0, (-1, TILE))[None]  # (1, A, TILE, d)
     keys, values = (t.expand(1, tiles.shape[1], *t.shape) for t in (k, v))
-    out, lse = _flash(tiles, keys, values, attn_mask=mask, scale=scale)
+    out, lse = flash(tiles, keys, values, attn_mask=mask, scale=scale)
     return out.flatten(0, 2), lse.flatten()
 
 
@@ -166,7 +164,7 @@ def selected_backward(
         mask = None if mask is None else mask.to(q.dtype)
         dout, x, o, s = (flat[i][:, at : at + 1, rows] for i in (0, 1, 4, 5))
         y, z = (flat[i][:, at : at + 1, keys] for i in (2, 3))
-        changes = _flash_backward(dout, x, y, z, o, s, 0.0, False, attn_mask=mask, scale=scale)
+        changes = flash_backward(dout, x, y, z, o, s, 0.0, False, attn_mask=mask, scale=scale)
         a[at, rows] += changes[0][0, 0]
         b[at, keys] += changes[1][0, 0]
         c[at, keys] += changes[2][0, 0]

@@ -20,6 +20,7 @@ from subquad.kernels.edges import EdgeList
 from subquad.kernels.edges.lists import Buckets
 from subquad.supports.partitions import POOLED, Partition
 from subquad.supports.pattern import ROWS, Pattern, pointers
+from subquad.supports.placed import on_device
 from subquad.supports.support import constant_of_graphs, parse, text_of
 
 UNION = -1  # a family: the union of all
@@ -45,7 +46,7 @@ def pattern_edges(
 def pattern_buckets(like: Tensor, support: str, families: Sequence[int], n: int) -> Buckets:
     """`EdgeList.buckets` of the pattern for n tokens, made on the host: a GPU would have to be waited for."""
     pairs, place = _buckets(support, tuple(families), n)
-    return [(_given(slots, like), _given(mask, like)) for slots, mask in pairs], _given(place, like)
+    return [(on_device(slots, like), on_device(mask, like)) for slots, mask in pairs], on_device(place, like)
 
 
 @constant_of_graphs
@@ -126,16 +127,11 @@ def _sizes(n: int, lengths: Tensor | None) -> list[int]:
     return [n] if lengths is None else lengths.tolist()
 
 
-def _given(x: np.ndarray, like: Tensor) -> Tensor:
-    """On the device of `like`, without waiting for it."""
-    return torch.from_numpy(x).to(like.device, non_blocking=True)
-
-
 @torch.library.custom_op("subquad::pattern_edges", mutates_args=())
 def _edges(like: Tensor, lengths: Tensor | None, support: str, families: list[int], n: int) -> tuple[Tensor, Tensor]:
     """indptr (graphs, n + 1) int64 and indices (E,) int32: batch element by batch element, family by family."""
     indptr, indices = _csr_lists(support, families, n, _sizes(n, lengths))
-    return _given(indptr, like), _given(indices, like)
+    return on_device(indptr, like), on_device(indices, like)
 
 
 def _csr_lists(support: str, families: Sequence[int], n: int, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +219,7 @@ def _mask(like: Tensor, lengths: Tensor | None, support: str, families: list[int
     for size in _sizes(n, lengths):
         masks = [pattern.rows(size, _family(f), 0, size) if size else np.zeros((0, 0), bool) for f in families]
         rows.append(np.stack([np.pad(mask, (0, n - size)) for mask in masks]))
-    return _given(np.stack(rows), like)
+    return on_device(np.stack(rows), like)
 
 
 @_mask.register_fake
@@ -246,11 +242,11 @@ def named_keys(
     """
     if first is not None:
         lists = _listed(np.arange(first, first + position.shape[1])[None], pattern, families, 0)
-        return _given(lists, position).expand(len(position), -1, -1, -1)
+        return on_device(lists, position).expand(len(position), -1, -1, -1)
     text = text_of(pattern)
     if not torch.compiler.is_compiling():
         if devices.is_host(position) or (room > TABLE and devices.may_wait()):
-            return _given(_listed(position.cpu().numpy(), pattern, families, 0), position)
+            return on_device(_listed(position.cpu().numpy(), pattern, families, 0), position)
         table = _named_table(text, families, 1 << max(0, room - 1).bit_length(), position.device)  # (F, room, m)
         return table[:, position.clamp(max=table.shape[1] - 1)].transpose(0, 1)
     return _named(position.clamp(max=room - 1), text, list(families), most_named(text, families, room))
@@ -279,7 +275,7 @@ def _most_named(pattern: Pattern, families: tuple[int, ...], n: int) -> int:
 
 @torch.library.custom_op("subquad::named_keys", mutates_args=())
 def _named(position: Tensor, support: str, families: list[int], width: int) -> Tensor:
-    return _given(_listed(position.cpu().numpy(), cast(Pattern, parse(support)), families, width), position)
+    return on_device(_listed(position.cpu().numpy(), cast(Pattern, parse(support)), families, width), position)
 
 
 def _listed(i: np.ndarray, pattern: Pattern, families: Sequence[int], width: int) -> np.ndarray:
@@ -326,7 +322,7 @@ def _partition_edges(like: Tensor, support: str, members: bool, n: int, rows: in
     lists = _lists(parse(support), n)[0 if members else 1]
     indptr = pointers(np.array([len(row) for row in lists], np.int64))[None]
     indices = np.fromiter((j for row in lists for j in row), np.int32)
-    return _given(indptr, like), _given(indices, like)
+    return on_device(indptr, like), on_device(indices, like)
 
 
 @_partition_edges.register_fake
