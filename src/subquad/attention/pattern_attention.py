@@ -254,11 +254,9 @@ def _dropped(weights: Tensor, call: Call, places: Tensor | None) -> Tensor:
     (b, h, _, n), device = weights.shape, weights.device
     rows, columns = ranks(call.key_mask, b, n, n, device)  # (B, n)
     rows = rows if places is None else rows.gather(1, places)
-    instance, pairs = (
-        torch.arange(b * h, device=device).view(b, h, 1, 1),
-        (rows[:, None, :, None], columns[:, None, None]),
-    )
-    return weights * dropout_factors(call.seed, call.dropout, instance, *pairs, weights.dtype)
+    instance = torch.arange(b * h, device=device).view(b, h, 1, 1)
+    row, column = rows[:, None, :, None], columns[:, None, None]
+    return weights * dropout_factors(call.seed, call.dropout, instance, row, column, weights.dtype)
 
 
 def _heads(x: Tensor, heads: range, total: int) -> Tensor:
