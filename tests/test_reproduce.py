@@ -180,6 +180,39 @@ def test_a_miniature_of_every_table(each, tiny_data, runs, monkeypatch, tmp_path
     assert runner.reproduce(Plan(small, runs, data=tiny_data))["ours"] == result["ours"], "resumed"
 
 
+def test_an_earlier_result_is_continued_without_its_runs(tiny_data, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(comparing, "run_one", lambda *run: started.append(run[1:]) or in_process(*run))
+    table = miniature(find("sparse-table-1"), tiny_data)
+    first, second = table.methods
+    only = replace(table, methods=(first,), claims=())
+    earlier = runner.reproduce(Plan(only, tmp_path / "here", rates=("1e-3", "2e-3")))
+    rate = earlier["ours"][first.name][table.columns[0].name]["rate"]
+    started.clear()
+
+    plan = Plan(table, tmp_path / "elsewhere", seeds=2, rates=("1e-3", "2e-3"), earlier=earlier)
+    monkeypatch.setitem(REPRODUCTIONS, table.key, table)
+    grown = runner.reproduce(plan)
+    assert started[:2] == [(second.spec, 0, "1e-3"), (second.spec, 0, "2e-3")]
+    assert started[2] == (first.spec, 1, rate) and len(started) == 4
+    whole = runner.reproduce(replace(plan, out=tmp_path / "afresh", earlier={}))
+    for name, row in whole["ours"].items():
+        for column, cell in row.items():
+            found = {**grown["ours"][name][column], "step_seconds": cell["step_seconds"]}
+            assert found == cell and cell["seeds"] == [0, 1]
+    started.clear()
+    again = runner.reproduce(Plan(only, tmp_path / "nowhere", rates=("1e-3", "2e-3"), earlier=grown))
+    assert not started and again["ours"] == grown["ours"] and list(again["methods"]) == [first.name, second.name]
+    assert again["claims"] == grown["claims"] and again["seeds"] == 2
+
+    with pytest.raises(ValueError, match=r"learning rates 1e-3,2e-3, not 1e-3: continue it with `rates` 1e-3,2e-3"):
+        runner.reproduce(Plan(table, tmp_path / "elsewhere", rates=("1e-3",), earlier=grown))
+    small = table.columns[0].small
+    other = replace(table.columns[0], small=small._replace(settings=(*small.settings, "decay=0.5")))
+    with pytest.raises(ValueError, match=r"was trained with other settings or another spec \(1 layer, STRIDED UNION"):
+        runner.reproduce(replace(plan, reproduction=replace(table, columns=(other,)), earlier=grown))
+
+
 @pytest.mark.parametrize(
     "each", [each for each in ALL if each.kind == "measured"], ids=lambda each: each.key
 )  # fmt: skip
@@ -316,6 +349,17 @@ def test_a_part_of_a_table_says_so(tmp_path):
     assert result["notes"][1].startswith("8 of 10 columns were left out: time, 2048")
     assert pages.standing(whole, {whole.key: result}).startswith("In part: ")
     assert summary(Plan(whole, tmp_path), {})["notes"] == []
+
+
+def test_committed_results_can_be_continued():
+    """Their settings are those of today's recipes."""
+    for result in pages.read_results(DOCS / pages.RESULTS).values():
+        if REPRODUCTIONS[result["key"]].kind == "trained":
+            plan = Plan(
+                find(result["key"]), Path("nowhere"), result["scale"], rates=tuple(result["rates"]), earlier=result
+            )
+            seeds = [known.seeds for _, _, comparison in plan.comparisons() for known in comparison.known.values()]
+            assert seeds and all(seeds)
 
 
 def test_the_pages_are_those_of_the_results(tmp_path):

@@ -55,7 +55,12 @@ def reproduce(
         "out/reproduce"
     ),
     results: Annotated[
-        Path | None, typer.Option(help="Folder for the result as JSON. Default: OUT/results.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder of the result as JSON. If it has an earlier result, its runs are not repeated. "
+            "Default: OUT/results.",
+            show_default=False,
+        ),
     ] = None,
     pages: Annotated[
         Path | None,
@@ -89,9 +94,12 @@ def reproduce(
     from subquad.training.quiet import quiet
 
     quiet()
+    from subquad.reproductions.earlier import read_earlier
     from subquad.reproductions.runner import Plan
 
-    _run(Plan(chosen, folder, recipe, seeds, bracket, data), results or folder / "results")
+    results = results or folder / "results"
+    earlier = read_earlier(results, chosen.key, recipe) if chosen.kind == "trained" else {}
+    _run(Plan(chosen, folder, recipe, seeds, bracket, data, earlier), results)
 
 
 def _check_data(chosen: Reproduction, recipe: str, data: Path | None) -> None:
@@ -132,18 +140,18 @@ def _run(plan: Any, results: Path) -> None:
     except KeyboardInterrupt:
         if plan.reproduction.kind == "trained":
             partial = summary(plan, collect(plan))
-            show(partial, plan.reproduction)
+            show(partial)
             write_result(results, partial)
         err().print("stopped; run the same command again to resume", soft_wrap=True)
         raise typer.Exit(130) from None
     if "picture" in result:
         out().print(f"drawn: {result['picture']}", soft_wrap=True)
         return
-    show(result, plan.reproduction)
+    show(result)
     out().print(f"result: {write_result(results, result)}", soft_wrap=True)
 
 
-def show(result: dict[str, Any], reproduction: Reproduction) -> None:
+def show(result: dict[str, Any]) -> None:
     """Ours beside the paper's, the orders, the claims, the verdict."""
     from subquad.reproductions.pages import SIGNS, cell, stated
 

@@ -94,7 +94,8 @@ def made(result: dict[str, Any]) -> str:
         return "Counted and measured"
     small = any(column.small.recipe != "paper" for column in REPRODUCTIONS[result["key"]].columns)
     size = "Scaled down" if small and result["scale"] == "small" else "At the size of the paper"
-    return f"{size}, {result['seeds']} seed{'s' * (result['seeds'] > 1)}"
+    counts = sorted({len(cell["scores"]) for row in result["ours"].values() for cell in row.values()})
+    return f"{size}, {' to '.join(map(str, sorted({counts[0], counts[-1]})))} seed{'s' * (counts[-1] > 1)}"
 
 
 def stated(claim: dict[str, Any], *, larger: bool) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from typing import Any
 from subquad.attention.registry import check_name
 from subquad.core.files import write_atomically
 from subquad.reproductions import REPRODUCTIONS, verdict
-from subquad.reproductions.declare import Column, Method, Reproduction, check_possible
+from subquad.reproductions.declare import Column, Method, Reproduction, check_possible, limited
+from subquad.reproductions.earlier import check_earlier, file_name, joined, known, setting
 from subquad.reproductions.measures import Ask
 from subquad.training import log
-from subquad.training.compare import Comparison, check_attentions, check_data, compare, prepare
-from subquad.training.rates import choose
+from subquad.training.compare import Comparison, Known, check_attentions, check_data, compare, prepare
 from subquad.training.run import versions
 
 Tell = Callable[[str], None]
@@ -39,6 +39,7 @@ class Plan:
     seeds: int = 1
     rates: tuple[str, ...] | None = None  # None = those of the reproduction, if it is scaled down
     data: Path | None = None
+    earlier: Mapping[str, Any] = field(default_factory=dict)  # a result of this table, whose runs are not repeated
 
     @property
     def bracket(self) -> tuple[str, ...]:
@@ -57,9 +58,26 @@ class Plan:
                 settings = (*shared, *own)
                 where = self.out / column.task / ",".join((recipe, *settings)).replace("/", "_")
                 specs = list(dict.fromkeys(method.spec_at(self.scale) for method in methods))
-                yield column, methods, Comparison(
+                comparison = Comparison(
                     column.task, specs, where, recipe, settings, self.seeds, self.data, rates=self.bracket, timed=False
                 )  # fmt: skip
+                comparison.known = known(self.earlier, column.name, methods, self.scale, comparison)
+                yield column, methods, comparison
+
+    @property
+    def table(self) -> Reproduction:
+        """What is reported: the part that is run, and what the earlier result has beside it."""
+        whole = REPRODUCTIONS.get(self.reproduction.key, self.reproduction)
+        cells = self.earlier.get("ours", {})
+        columns = {name for row in cells.values() for name in row} | {each.name for each in self.reproduction.columns}
+        methods = set(cells) | {each.name for each in self.reproduction.methods}
+        if not cells:
+            return self.reproduction
+        return limited(
+            whole,
+            [each.name for each in whole.methods if each.name in methods],
+            [each.name for each in whole.columns if each.name in columns],
+        )
 
 
 def left_out(reproduction: Reproduction) -> list[str]:
@@ -94,6 +112,7 @@ def reproduce(plan: Plan, tell: Tell = lambda text: None) -> dict[str, Any]:
     """Run what has not been run; what result.json holds."""
     reproduction = plan.reproduction
     check_possible(reproduction, plan.scale)
+    check_earlier(plan.earlier, plan.bracket)
     if reproduction.kind == "drawn":
         return drawn(plan)
     if reproduction.kind == "measured":
@@ -140,12 +159,14 @@ def train(plan: Plan, tell: Tell) -> list[str]:
 
 
 def collect(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The cells of what is finished, in the paper's unit."""
-    cells: dict[str, dict[str, Any]] = {}
+    """The cells of what is finished, in the paper's unit; those of the earlier result with what was added to them."""
+    before = plan.earlier.get("ours", {})
+    cells: dict[str, dict[str, Any]] = {name: dict(row) for name, row in before.items()}
     for column, methods, comparison in plan.comparisons():
-        known = _plateau(comparison)
+        plateau = _plateau(comparison)
         for method in methods:
-            cell = _cell(comparison, method.spec_at(plan.scale), column, known)
+            found = _cell(comparison, method.spec_at(plan.scale), column, plateau)
+            cell = joined(before.get(method.name, {}).get(column.name), found)
             if cell is not None:
                 cells.setdefault(method.name, {})[column.name] = cell
     return cells
@@ -163,19 +184,25 @@ def _plateau(comparison: Comparison) -> Any:
 def _cell(comparison: Comparison, spec: str, column: Column, plateau: Any) -> dict[str, Any] | None:
     from subquad.training.plateau import left_at
 
-    rate = choose(comparison.tried(spec))
+    rate = comparison.chosen(spec)
     if comparison.rates and rate is None:
         return None
-    folders = [comparison.folder(spec, seed, rate) for seed in range(comparison.seeds)]
-    finished = [(folder, result) for folder in folders if (result := log.read_result(folder)) is not None]
-    scores = [found for _, result in finished if (found := score(result, column)) is not None]
+    old = comparison.known.get(spec, Known()).seeds
+    folders = {seed: comparison.folder(spec, seed, rate) for seed in range(comparison.seeds) if seed not in old}
+    results = {seed: log.read_result(folder) for seed, folder in folders.items()}
+    found = {seed: score(result, column) for seed, result in results.items() if result is not None}
+    scores = {seed: number for seed, number in found.items() if number is not None}
     if not scores:
         return None
-    result, records = finished[0][1], log.read(finished[0][0])
+    first = next(iter(scores))
+    result, records = results[first], log.read(folders[first])
+    assert result is not None  # it has a score
     about = {"metric": result["metric"], "larger_is_better": result["larger_is_better"]}
-    left = [left_at(log.read(folder), plateau=plateau, **about) for folder, _ in finished] if plateau else []
+    left = [left_at(log.read(folders[seed]), plateau=plateau, **about) for seed in scores] if plateau else []
+    numbers = list(scores.values())
     return {
-        "mean": statistics.mean(scores), "sd": statistics.stdev(scores) if len(scores) > 1 else None, "scores": scores,
+        "mean": statistics.mean(numbers), "sd": statistics.stdev(numbers) if len(numbers) > 1 else None,
+        "seeds": list(scores), "scores": numbers, "setting": setting(comparison),
         "rate": rate, "left_plateau": left, "steps": result["steps"], "parameters": result["parameters"],
         "step_seconds": round(result["step_seconds"], 4), "curve": curve(records, result["metric"], column.factor),
         **({"density": result["density"]} if result["density"] else {}),
@@ -199,7 +226,7 @@ def curve(records: list[dict[str, Any]], metric: str, factor: float) -> list[lis
 
 def summary(plan: Plan, cells: dict[str, dict[str, Any]], notes: Sequence[str] = ()) -> dict[str, Any]:
     """Ours beside the paper's, the order of both, every claim, and the verdict. It holds no path of this machine."""
-    reproduction = plan.reproduction
+    reproduction = plan.table
     judgements = verdict.judge(reproduction, cells)
     word, sentence = verdict.verdict(judgements)
     columns = {}
@@ -214,7 +241,8 @@ def summary(plan: Plan, cells: dict[str, dict[str, Any]], notes: Sequence[str] =
         }  # fmt: skip
     return {
         "key": reproduction.key, "place": reproduction.place, "title": reproduction.title, "scale": plan.scale,
-        "seeds": plan.seeds, "rates": list(plan.bracket), "versions": versions(), "differs": reproduction.differs,
+        "seeds": max(plan.seeds, plan.earlier.get("seeds", 1)), "rates": list(plan.bracket), "versions": versions(),
+        "differs": reproduction.differs,
         "columns": columns,
         "methods": {method.name: _described(method, plan.scale) for method in reproduction.methods},
         "ours": cells,
@@ -234,8 +262,7 @@ def _described(method: Method, scale: str) -> dict[str, Any]:
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> Path:
-    """KEY.json, or KEY-paper.json of the full size."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result['key']}{'-paper' * (result['scale'] == 'paper')}.json"
+    path = folder / file_name(result["key"], result["scale"])
     write_atomically(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return path

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from subquad.core.child import TOLD, command
 from subquad.core.files import write_atomically
@@ -35,6 +35,13 @@ from subquad.training.rates import choose
 from subquad.training.run import Interrupted, Run, check_specs, make_arguments, slug, train, versions, was
 from subquad.training.run import clear as clear_run
 from subquad.training.start import check_out
+
+
+class Known(NamedTuple):
+    """Runs of an attention that are known from elsewhere: its learning rate, if there was a choice, and their seeds."""
+
+    rate: str | None = None
+    seeds: tuple[int, ...] = ()
 
 
 @dataclass
@@ -56,6 +63,7 @@ class Comparison:
     timed: bool = True  # measure the relative cost of the attentions at the end
     inside: bool = False  # train in this process: no other one can import the task or a mechanism
     environment: dict[str, str] = field(default_factory=dict)  # of the processes, beside this one's
+    known: Mapping[str, Known] = field(default_factory=dict)  # by attention: what is not run again
 
     def described(self) -> dict[str, Any]:
         settings = make_task(self.task, self.recipe, self.settings).recipe.asdict()
@@ -69,6 +77,10 @@ class Comparison:
         """The results of the learning rates that have been tried."""
         found = {rate: log.read_result(self.folder(attention, 0, rate)) for rate in self.rates}
         return {rate: result for rate, result in found.items() if result is not None}
+
+    def chosen(self, attention: str) -> str | None:
+        """The best of the learning rates that have been tried; None if there was no choice, or none came to an end."""
+        return self.known.get(attention, Known()).rate or choose(self.tried(attention))
 
 
 def check(comparison: Comparison) -> None:
@@ -189,9 +201,11 @@ def pending(comparison: Comparison) -> Iterator[tuple[str, int, str | None]]:
     """
     for seed in range(comparison.seeds):
         for attention in comparison.attentions:
+            if seed in comparison.known.get(attention, Known()).seeds:
+                continue
             rates: tuple[str | None, ...] = comparison.rates or (None,)
             if comparison.rates and seed:
-                rates = (choose(comparison.tried(attention)),)  # None: no rate came to an end
+                rates = (comparison.chosen(attention),)
             for rate in rates:
                 nothing_chosen = bool(comparison.rates) and rate is None
                 if not nothing_chosen and log.read_result(comparison.folder(attention, seed, rate)) is None:

@@ -1,0 +1,89 @@
+"""An earlier result of a table: its runs are not repeated, and what it has beyond this call stays in the table.
+
+docs/results outlives the folders of the runs, so a table can grow on another machine: more seeds, methods, columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from subquad.core.spoken import argument
+from subquad.reproductions.declare import Method
+from subquad.tasks import task as make_task
+from subquad.training import log
+from subquad.training.compare import Comparison, Known
+
+
+def file_name(key: str, scale: str) -> str:
+    """KEY.json, or KEY-paper.json of the full size."""
+    return f"{key}{'-paper' * (scale == 'paper')}.json"
+
+
+def read_earlier(folder: Path, key: str, scale: str) -> dict[str, Any]:
+    """The result in this folder, {} if there is none."""
+    path = folder / file_name(key, scale)
+    return log.read_json(path) if path.exists() else {}
+
+
+def setting(comparison: Comparison) -> str:
+    """A digest of the recipe that a cell was trained with, of what it changes only: a setting that recipes gain later
+    has a default, and leaves it as it was.
+    """
+    recipe = make_task(comparison.task, comparison.recipe, comparison.settings).recipe
+    values = {field.name: (getattr(recipe, field.name), field.default) for field in dataclasses.fields(recipe)}
+    changed = {name: value for name, (value, default) in values.items() if value != default}
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_earlier(earlier: Mapping[str, Any], rates: Sequence[str]) -> None:
+    """A result goes on as what it was."""
+    if earlier and list(earlier["rates"]) != list(rates):
+        before = ",".join(earlier["rates"]) or "none"
+        raise ValueError(
+            f"the earlier result of {earlier['key']} was trained with the learning rates {before}, not "
+            f"{','.join(rates) or 'none'}: continue it with {argument('rates')} {before}, or choose another "
+            f"{argument('results')}"
+        )
+
+
+def known(
+    earlier: Mapping[str, Any], column: str, methods: Sequence[Method], scale: str, comparison: Comparison
+) -> dict[str, Known]:
+    """By spec: what of a comparison has been run."""
+    found = {}
+    for method in methods:
+        cell = earlier.get("ours", {}).get(method.name, {}).get(column)
+        if cell is None:
+            continue
+        spec = method.spec_at(scale)
+        before = cell.get("setting"), earlier["methods"][method.name]["spec"]
+        if before != (setting(comparison), spec):
+            raise ValueError(
+                f"the earlier result of {earlier['key']} was trained with other settings or another spec ({column}, "
+                f"{method.name}: {before[1]}): choose another {argument('results')}, or delete it"
+            )
+        found[spec] = Known(cell["rate"], tuple(seeds_of(cell)))
+    return found
+
+
+def seeds_of(cell: Mapping[str, Any]) -> list[int]:
+    return cell.get("seeds", list(range(len(cell["scores"]))))
+
+
+def joined(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A cell of an earlier result with the seeds that were run since."""
+    if before is None or now is None:
+        found = before or now
+        return None if found is None else dict(found)
+    scores = [*before["scores"], *now["scores"]]
+    return {
+        **now, **before, "mean": statistics.mean(scores), "sd": statistics.stdev(scores),
+        "seeds": seeds_of(before) + seeds_of(now), "scores": scores,
+        "left_plateau": [*before["left_plateau"], *now["left_plateau"]],
+    }  # fmt: skip
