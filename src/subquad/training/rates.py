@@ -10,18 +10,23 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from subquad.core.spoken import argument
 
-def parse_rates(text: str) -> tuple[str, ...]:
-    """`3e-3,1e-3` → ("3e-3", "1e-3"): as they were written, for they name folders."""
+
+def parse_rates(text: str, name: str = "") -> tuple[str, ...]:
+    """`3e-3,1e-3` → ("3e-3", "1e-3"): as they were written, for they name folders. `name` is what the caller calls
+    them, --rates or `rates` by default.
+    """
+    name = name or argument("rates")
     rates = tuple(piece.strip() for piece in text.split(","))
     try:
         values = [float(rate) for rate in rates]
     except ValueError:
         values = [math.nan]
     if not all(math.isfinite(value) and value > 0 for value in values):
-        raise ValueError(f"learning rates must be comma-separated positive numbers, such as 3e-3,1e-3, not {text!r}")
+        raise ValueError(f"{name} must be comma-separated positive numbers, such as 3e-3,1e-3, not {text!r}")
     if len(set(values)) < len(values):
-        raise ValueError(f"learning rates must differ from each other, {text!r} names one twice")
+        raise ValueError(f"{name} must be learning rates that differ from each other; {text!r} names one twice")
     return rates
 
 
@@ -32,7 +37,7 @@ def take_rates(settings: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
     for setting in settings:
         key, _, value = setting.partition("=")
         if key.strip() == "rate" and "," in value:
-            rates = parse_rates(value)
+            rates = parse_rates(value, "the setting rate")
         else:
             rest.append(setting)
     return tuple(rest), rates
