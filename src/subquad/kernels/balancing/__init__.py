@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.balancing import cpu
-from subquad.kernels.derivatives import no_second_derivative
+from subquad.kernels.operators import no_second_derivative
 
 
 def balance(logits: Tensor, iterations: int) -> Tensor:

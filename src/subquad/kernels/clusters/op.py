@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subquad.kernels import devices
 from subquad.kernels.clusters import cpu, cpu_route, cuda, reference, tiles
-from subquad.kernels.derivatives import derive
+from subquad.kernels.operators import derive
 
 prefix_op = torch.library.custom_op("subquad::cluster_prefix", mutates_args=())(reference.prefix)
 prefix_backward_op = torch.library.custom_op("subquad::cluster_prefix_backward", mutates_args=())(

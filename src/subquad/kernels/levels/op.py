@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.kernels.derivatives import derive
 from subquad.kernels.levels.tables import runs_of_level
+from subquad.kernels.operators import derive
 from subquad.kernels.row_dots import row_dots
 from subquad.kernels.runs import cpu, reference
 from subquad.kernels.runs.op import Runs, ready

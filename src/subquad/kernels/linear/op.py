@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.derivatives import derive
 from subquad.kernels.linear import chunks, cpu
 from subquad.kernels.linear.chunks import CHUNK
 from subquad.kernels.linear.cuda import room
 from subquad.kernels.linear.reference import elu_plus_one
 from subquad.kernels.matrices import ready
+from subquad.kernels.operators import derive
 
 
 def kernel_sums(

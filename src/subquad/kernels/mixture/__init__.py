@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subquad.kernels.derivatives import derive
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.mixture import cpu
 from subquad.kernels.mixture.cpu import SHARED, component
+from subquad.kernels.operators import derive
 from subquad.supports.support import plan_of
 
 

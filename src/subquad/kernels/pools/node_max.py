@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.kernels.derivatives import no_second_derivative
-from subquad.kernels.eager import Eager
 from subquad.kernels.matrices import matrix, ready
+from subquad.kernels.operators import Eager, derive
 from subquad.kernels.parallel import inline
-from subquad.kernels.pools.lines import DX, GRAD, OUT, X, address, gradient_by, save
+from subquad.kernels.pools.lines import DX, GRAD, OUT, X, address
 from subquad.kernels.pools.max_rows import larger_of, pay_half
 from subquad.kernels.vector_rows import add_row, fill_row
 from subquad.kernels.vectors import scale_row
@@ -48,15 +47,9 @@ def _(xs, exists):
     return [x.new_empty(x.shape) for x in xs]
 
 
-@_node_max_backward.register_fake
-def _(grads, xs, outs, exists):
-    return [x.new_empty(x.shape) for x in xs]
-
-
-_gradient = gradient_by(Eager(_node_max_backward, _node_max_backward._init_fn))
-node_max.register_autograd(_gradient, setup_context=save)
-_node_max_backward.register_autograd(no_second_derivative("node_max"))
-eager_node_max = Eager(node_max, node_max._init_fn, save, _gradient)
+_paid = Eager(_node_max_backward, _node_max_backward._init_fn)
+_derivative = derive(node_max, _node_max_backward, "node_max", of=(0,), behind=1, call=_paid)
+eager_node_max = Eager(node_max, node_max._init_fn, *_derivative)
 
 
 def _about(xs: list[Tensor], exists: Tensor | None) -> tuple:

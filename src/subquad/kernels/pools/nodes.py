@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.derivatives import no_second_derivative
+from subquad.kernels.operators import no_second_derivative
 from subquad.kernels.parallel import kernel, run
 
 

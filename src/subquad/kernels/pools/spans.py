@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.derivatives import derive
-from subquad.kernels.eager import Eager
+from subquad.kernels.operators import Eager, derive
 from subquad.kernels.pools import cpu
 
 

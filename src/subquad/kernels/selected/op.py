@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.derivatives import derive
 from subquad.kernels.flash import flash, flash_backward
 from subquad.kernels.merge.op import merge, merge_backward
+from subquad.kernels.operators import derive
 from subquad.kernels.runs import cpu
 from subquad.kernels.selected import reference, visits
 from subquad.supports.patterns import Blocks
