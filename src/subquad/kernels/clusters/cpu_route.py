@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.clusters import cpu_attention, sorted_runs, tiles
-from subquad.kernels.matrices import fits
+from subquad.kernels.parallel import fits
 
 # Arguments behind the tensors: seed, clusters, causal, last_query_only, scale, dropout, chunk, avoid_self
 LAST_QUERY_ONLY, DROPOUT, CHUNK, AVOID_SELF = 3, 5, 6, 7

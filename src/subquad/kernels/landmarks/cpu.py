@@ -8,7 +8,7 @@ from torch import Tensor
 
 from subquad.kernels.landmarks import cpu_tiles as kernels
 from subquad.kernels.landmarks.reference import first_guess
-from subquad.kernels.matrices import fits, matrix
+from subquad.kernels.parallel import fits, matrix
 
 
 def takes(scores: Tensor, v: Tensor) -> bool:

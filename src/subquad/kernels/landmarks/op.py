@@ -11,8 +11,8 @@ from torch.utils.flop_counter import register_flop_formula
 from subquad.kernels import devices
 from subquad.kernels.landmarks import cpu, reference
 from subquad.kernels.landmarks.cpu import takes
-from subquad.kernels.matrices import ready
 from subquad.kernels.operators import derive, no_second_derivative
+from subquad.kernels.parallel import ready
 
 __all__ = ["gather", "maps_tokens", "pseudo_inverse", "spread", "takes"]
 

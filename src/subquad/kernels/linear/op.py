@@ -10,8 +10,8 @@ from subquad.kernels.linear import chunks, cpu
 from subquad.kernels.linear.chunks import CHUNK
 from subquad.kernels.linear.cuda import room
 from subquad.kernels.linear.reference import elu_plus_one
-from subquad.kernels.matrices import ready
 from subquad.kernels.operators import derive
+from subquad.kernels.parallel import ready
 
 
 def kernel_sums(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.flash import flash, flash_backward
-from subquad.kernels.matrices import ready
 from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge import dropout as dropping
 from subquad.kernels.merge.cpu_masks import kept_mask
 from subquad.kernels.merge.rows import plans
 from subquad.kernels.merge.views import absorb, add_keys, grid_view, keys_of
+from subquad.kernels.parallel import ready
 from subquad.supports.parts import Part, Plan
 
 SMALL_MASK = 1 << 23  # masks of up to this many entries are made for all heads of all batch elements at once

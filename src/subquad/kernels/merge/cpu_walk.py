@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
-from subquad.kernels.matrices import fits, matrix
 from subquad.kernels.merge import cpu_backward, cpu_forward
 from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge.cpu_masks import kept_mask
 from subquad.kernels.merge.cpu_program import kept, program_of, together
-from subquad.kernels.parallel import launch
-from subquad.kernels.workers import Described, queue
+from subquad.kernels.parallel import Described, fits, launch, matrix, queue
 from subquad.supports.parts import Plan
 
 Rows = Sequence[tuple[slice, Plan]]  # which batch elements follow which plan

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
 from subquad.kernels import devices
-from subquad.kernels.matrices import ready
 from subquad.kernels.merge import rectangles, schedule
 from subquad.kernels.merge.reference import SOURCE
 from subquad.kernels.merge.rows import check
+from subquad.kernels.parallel import ready
 from subquad.supports.support import GivenSupport, parse, plan_of
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.kernels.matrices import ready
 from subquad.kernels.merge import cpu_walk as walk
 from subquad.kernels.merge.cpu_backward import WANTED
 from subquad.kernels.merge.rows import plans
+from subquad.kernels.parallel import ready
 
 SHARED = "direct"  # the plan of the shared keys; component m follows the plan groups:m
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.matrices import matrix, ready
 from subquad.kernels.operators import Eager, derive
-from subquad.kernels.parallel import inline
+from subquad.kernels.parallel import Workers, following, inline, keep, matrix, queue, ready
 from subquad.kernels.pools.max_rows import (
     gather_shares,
     others_row,
@@ -26,7 +25,6 @@ from subquad.kernels.pools.max_rows import (
     two_largest,
 )
 from subquad.kernels.vector_rows import add_row, fill_row
-from subquad.kernels.workers import Workers, following, keep, queue
 
 WIDE = 8  # neighbouring columns that are walked together: their tokens stand side by side
 X, OUT, GRAD, DX = 0, 4, 8, 12  # where a row of the table of matrices has what

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.kernels.matrices import matrix, ready
 from subquad.kernels.operators import Eager, derive
-from subquad.kernels.parallel import inline
+from subquad.kernels.parallel import Workers, following, inline, keep, matrix, queue, ready
 from subquad.kernels.pools.lines import DX, GRAD, OUT, X, address
 from subquad.kernels.pools.max_rows import larger_of, pay_half
 from subquad.kernels.vector_rows import add_row, fill_row
 from subquad.kernels.vectors import scale_row
-from subquad.kernels.workers import Workers, following, keep, queue
 
 
 @torch.library.custom_op("subquad::node_max", mutates_args=(), device_types="cpu")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.kernels.matrices import ready
 from subquad.kernels.operators import derive
+from subquad.kernels.parallel import ready
 from subquad.kernels.row_dots import row_dots
 from subquad.kernels.runs import cpu, reference
 
