@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from subquad.kernels.compressed.index import choose as index_choice
 from subquad.kernels.maxima import others_max, running_max
 from subquad.kernels.merge import aten, cpu, gpu, merge_attention, reference
-from subquad.kernels.merge.cpu_program import KEPT, program_of
+from subquad.kernels.merge.cpu import KEPT, program_of
 from subquad.kernels.merge.op import merge
 from subquad.kernels.mixture import mixture_merge
 from subquad.kernels.pools import span_pool
