@@ -120,7 +120,7 @@ def test_mass_on_summaries_is_the_definitions(converted):
 
 
 def _no_rows():
-    from subquad.attention.rows import Rows
+    from subquad.attention.call import Rows
 
     return Rows.of(None, align=True)
 

@@ -182,7 +182,7 @@ def test_update_is_the_declared_average_and_finds_clusters():
 
 
 def _rows(key_mask):
-    from subquad.attention.rows import Rows
+    from subquad.attention.call import Rows
 
     return Rows.of(key_mask, align=False)
 

@@ -35,11 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.call import Call, Record
+from subquad.attention.call import Call, Record, Rows, clean_tokens, length_groups, put_together
 from subquad.attention.checks import check_lengths, check_mask
 from subquad.attention.composite_slice_definition import Definition
-from subquad.attention.length_groups import length_groups, put_together
-from subquad.attention.rows import Rows, clean_tokens
 from subquad.attention.slicing import Composer, Tokens, each
 from subquad.attention.states import entrance
 from subquad.attention.states.slices import Slices

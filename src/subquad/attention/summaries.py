@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Rows
-from subquad.attention.call import Call
+from subquad.attention.call import Call, real_spans
 from subquad.attention.checks import check_inputs
-from subquad.attention.rows import real_spans
 from subquad.core.numbers import is_symbolic, length_of
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members

@@ -1,4 +1,4 @@
-"""What operators have in common: the derivative that another operator computes, and calls without the dispatcher.
+"""What operators have in common: the derivative that another one computes, calls without the dispatcher, precision.
 
 A custom operator costs about 0.1 ms a call in Python, and as much again in the backward: at a few hundred tokens that
 is as long as its kernel takes. An `Eager` operator calls the CPU kernel itself, and keeps for the backward what the
@@ -10,6 +10,7 @@ profiler, or a second derivative.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import islice
 from typing import Any
 
@@ -180,3 +181,26 @@ def _nested(sizes: Sequence[int | None], flat: Sequence[Any]) -> list[Any]:
         arguments.append(flat[at] if size is None else list(flat[at : at + size]))
         at += 1 if size is None else size
     return arguments
+
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def in_float32(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute` for half precision too: tensors are widened on the way in, and narrowed on the way out.
+
+    A result has the dtype of the first argument. Several are gradients of the arguments behind it, and have theirs.
+    """
+
+    @wraps(compute)
+    def widened(first: Tensor, *rest: Any) -> Any:
+        if first.dtype not in HALF:
+            return compute(first, *rest)
+        out = compute(*(x.float() if isinstance(x, Tensor) and x.dtype in HALF else x for x in (first, *rest)))
+        return (
+            out.to(first.dtype)
+            if isinstance(out, Tensor)
+            else tuple(x.to(like.dtype) for x, like in zip(out, rest, strict=False))
+        )
+
+    return widened
