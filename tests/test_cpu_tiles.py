@@ -7,7 +7,7 @@ import torch
 
 import subquad
 from subquad.kernels import maxima
-from subquad.kernels.clusters import cpu_route
+from subquad.kernels.clusters import cpu as clusters_cpu
 from subquad.kernels.clusters import tiles as plain
 from subquad.kernels.merge import cpu
 from subquad.kernels.merge import cpu_tiles as tiles
@@ -338,7 +338,7 @@ def test_clusters_in_tiles_equal_plain_torch(name, causal, n, clusters, monkeypa
     found = []
     for route in (True, False):
         if not route:
-            monkeypatch.setattr(cpu_route, "room", lambda *about: plain)
+            monkeypatch.setattr(clusters_cpu, "room", lambda *about: plain)
         x = [t.clone().requires_grad_() for t in (q, k, v)]
         out = a(*x, key_mask=mask)
         found.append([out, *torch.autograd.grad(out, x, g)])

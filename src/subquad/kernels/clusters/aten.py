@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.kernels.clusters.products import absorb, add, softmax, take
-from subquad.kernels.clusters.static import StaticLayout
+from subquad.kernels.clusters.layout import StaticLayout
+from subquad.kernels.clusters.tiles import absorb, add, softmax, take
 
 ALIGNED = 8  # features come in multiples of this
 ROWS = 32  # the kernel keeps logsumexps of so many rows at a time

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels.clusters.layout import Tiles
-from subquad.kernels.clusters.products import add, flattened, softmax, take
-from subquad.kernels.clusters.tiles import layout_of
+from subquad.kernels.clusters.tiles import add, flattened, layout_of, softmax, take
 from subquad.kernels.operators import derive
 
 
