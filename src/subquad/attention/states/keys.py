@@ -103,11 +103,7 @@ class Keys(Memory):
             return self._one(module, chunk, buffers, length, even)
         if t > step and self.has_fast_path(module, chunk, state):
             return self.continued(module, chunk, buffers, first_length(chunk, state))
-        outs = []
-        for piece in chunk.pieces(step):
-            out, buffers, length = self._step(module, piece, buffers, length, state.seed)
-            outs.append(out)
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
+        return chunk.walked(step, buffers, length, lambda c, b, n: self._step(module, c, b, n, state.seed))
 
     # ---- rows of equal length, without padding and without gradients ----
 
@@ -193,14 +189,13 @@ class Keys(Memory):
 
     def _step(
         self, module: Attention, chunk: Chunk, buffers: Buffers, length: Tensor, seed: Tensor | None
-    ) -> tuple[Tensor, Buffers, Tensor]:
+    ) -> tuple[Tensor, Buffers]:
         after = length + chunk.added
         buffers = self._written(module, chunk, buffers, length, after)
         used = self._used(chunk, buffers, after)
         entries = self._entries(after, used)
         seen = self._seen(chunk.position, entries) & buffers["real"][:, None, None, :used]  # (B, H or 1, t, m)
-        out = self._attend(module, chunk, buffers, used, seen, entries, seed)
-        return out, buffers, after
+        return self._attend(module, chunk, buffers, used, seen, entries, seed), buffers
 
     def _written(self, module: Attention, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
         """The buffers with the new tokens."""

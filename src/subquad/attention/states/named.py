@@ -18,8 +18,7 @@ class NamedKeys(Keys):
     """All keys, by position; the pattern names the keys of a query."""
 
     def _step(self, module, chunk, buffers, length, seed):
-        after = length + chunk.added
-        buffers = self._written(module, chunk, buffers, length, after)
+        buffers = self._written(module, chunk, buffers, length, length + chunk.added)
         pattern = self.sees[0].pattern  # type: ignore[attr-defined]
         families = tuple(UNION if sees.family is None else sees.family for sees in self.sees)  # type: ignore[attr-defined]
         room = buffers["real"].shape[1] - 1
@@ -29,7 +28,7 @@ class NamedKeys(Keys):
         for first in range(0, named.shape[2], step):
             piece = chunk if named.shape[2] <= step else chunk.part(first, first + step)
             outs.append(self._read(module, piece, buffers, named[:, :, first : first + step], seed))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers, after
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
 
     def _read(self, module: Any, chunk: Chunk, buffers: Buffers, named: Tensor, seed: Tensor | None) -> Tensor:
         b, h = chunk.q.shape[:2]
