@@ -13,7 +13,7 @@ from subquad.attention.call import Call, Record, Rows, clean, draw_seed, repeat_
 from subquad.attention.checks import check_inputs, checked_seed, refuse_unknown_arguments
 from subquad.attention.registry import no_such_direction
 from subquad.attention.states import entrance
-from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.keys import attend_kept
 from subquad.attention.states.replay import Replay
 from subquad.attention.states.state import ROLLBACK, Memory, State
 from subquad.core.options import Options as BaseOptions

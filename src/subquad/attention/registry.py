@@ -41,7 +41,7 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "linear": "subquad.attention.linear:Linear",
     "performer": "subquad.attention.performer:Performer",
     "cosformer": "subquad.attention.cosformer:Cosformer",
-    "local": "subquad.attention.local:Local",
+    "local": "subquad.attention.patterns:Local",
     "linformer": "subquad.attention.linformer:Linformer",
     "nystrom": "subquad.attention.nystrom:Nystrom",
     "synthesizer": "subquad.attention.synthesizer:Synthesizer",

@@ -13,8 +13,7 @@ from subquad.attention.registry import attention, mechanism
 from subquad.core.options import split_spec
 from subquad.hf.caching import install_states
 from subquad.hf.heads import KEPT, check_heads, check_layers
-from subquad.hf.layers import Layer, attention_layers, check_layer, check_model
-from subquad.hf.naming import NAME
+from subquad.hf.layers import NAME, Layer, attention_layers, check_layer, check_model
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 Specs = str | Mapping[int, str]

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from subquad.hf.conversion import attach, make, use_interface
 from subquad.hf.heads import KEPT
-from subquad.hf.layers import attention_layers
-from subquad.hf.naming import NAME
+from subquad.hf.layers import NAME, attention_layers
 
 
 def restore_on_load() -> None:

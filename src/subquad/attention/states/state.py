@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.core.sizes import show_bytes
+from subquad.core.memory import show_bytes
 from subquad.kernels.values import readable, require
 
 if TYPE_CHECKING:
