@@ -71,7 +71,7 @@ def mixture_merge(
 @mixture_merge.register_kernel("cpu")
 def _(q, tokens, keys, values, exists, alive, lengths, sources, support, n, scale):
     parts = _cuts(sources)
-    chosen = _Chosen(q, tokens, keys, values, parts, lengths, support, n)
+    chosen = Chosen(q, tokens, keys, values, parts, lengths, support, n)
     if chosen.fits(q):
         return _cpu_forward(chosen, q, tokens, keys, values, exists, alive, parts, scale)
     return mixture_merge._init_fn(q, tokens, keys, values, exists, alive, lengths, sources, support, n, scale)
@@ -126,7 +126,7 @@ def mixture_backward(
 @mixture_backward.register_kernel("cpu")
 def _(grad, q, tokens, keys, values, exists, alive, outs, lses, lengths, sources, support, n, scale):
     parts, given = _cuts(sources), (grad, q, tokens, keys, values, exists, alive, outs, lses)
-    chosen = _Chosen(q, tokens, keys, values, parts, lengths, support, n)
+    chosen = Chosen(q, tokens, keys, values, parts, lengths, support, n)
     if chosen.fits(q):
         return _cpu_backward(chosen, *given, parts, scale)
     return mixture_backward._init_fn(*given, lengths, sources, support, n, scale)
@@ -144,7 +144,7 @@ derive(mixture_merge, mixture_backward, "mixture_merge", of=(0, 1, 2, 3), behind
 # ---- on a CPU ---------------------------------------------------------------------------------------------
 
 
-class _Chosen:
+class Chosen:
     """Which rows follow which plan: of the shared keys, and of every component."""
 
     def __init__(self, q: Tensor, tokens, keys, values, parts: list[slice], lengths, support: str, n: int) -> None:
@@ -157,7 +157,7 @@ class _Chosen:
         return all(cpu.takes(rows, q) for rows in (self.shared, *self.own))
 
 
-def _cpu_forward(chosen: _Chosen, q, tokens, keys, values, exists, alive, parts: list[slice], scale: float):
+def _cpu_forward(chosen: Chosen, q, tokens, keys, values, exists, alive, parts: list[slice], scale: float):
     """The mean (B, H, n, d), all o_m (M, B, H, n, d) and l_m (M, B, H, n)."""
     q, shared = ready(q), [ready(x) for x in tokens]
     before = cpu.walk_forward(chosen.shared, q, shared[:1], shared[1:], exists, scale)
@@ -171,7 +171,7 @@ def _cpu_forward(chosen: _Chosen, q, tokens, keys, values, exists, alive, parts:
 
 
 def _cpu_backward(
-    chosen: _Chosen, grad, q, tokens, keys, values, exists, alive, outs, lses, parts: list[slice], scale: float
+    chosen: Chosen, grad, q, tokens, keys, values, exists, alive, outs, lses, parts: list[slice], scale: float
 ) -> list[Tensor]:
     """Gradients of q, the tokens' k and v, all keys, all values."""
     grad, q, shared, count = ready(grad), ready(q), [ready(x) for x in tokens], math.log(len(parts))
