@@ -39,7 +39,7 @@ def evaluate(
     if part not in ("test", "valid", "train"):
         raise typer.BadParameter(f"--part must be test, valid or train, not {part!r}")
     model_folder(model)  # a wrong one is refused before torch is loaded
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     from subquad.training import use
@@ -68,7 +68,7 @@ def predict(
     if text is not None and file is not None:
         raise typer.BadParameter("give either a text or --file, not both")
     model_folder(model)  # a wrong one is refused before torch is loaded
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     from subquad.data.files import opened
@@ -108,7 +108,7 @@ def generate(
     if not prompt:
         raise typer.BadParameter("--prompt is empty: give the model at least one character to continue")
     model_folder(model)  # a wrong one is refused before torch is loaded
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     from subquad.training import use
@@ -135,7 +135,7 @@ def sample(
     if png.suffix.lower() != ".png" or not png.parent.is_dir():
         raise typer.BadParameter(f"--out must be a .png file in a folder that exists, not {png}")
     model_folder(model)
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     import numpy as np

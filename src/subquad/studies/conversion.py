@@ -51,7 +51,7 @@ def show(
     tries: int,
 ) -> None:
     """The command `subquad study conversion`."""
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     found, tokenizer = load(model)
