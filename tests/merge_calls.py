@@ -38,7 +38,7 @@ def asked_by(name: str, n: int) -> tuple[Asked, ...]:
         return real(q, keys, *rest)
 
     # the CPU kernel of a mixture does without merge, the others do not
-    others = mock.patch.object(mixture.cpu.Chosen, "fits", return_value=False)
+    others = mock.patch.object(mixture.Chosen, "fits", return_value=False)
     with mock.patch.object(op, "eager_merge", spy), mock.patch.object(mixture, "merge", spy), others:
         for options in mechanism(name).examples:
             for case in cases(name, **options):

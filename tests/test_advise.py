@@ -18,7 +18,7 @@ from subquad.advice.points import ALONE, BASE, Points, Shape, Subject
 from subquad.advice.ranking import Advice, Wish
 from subquad.attention.registry import available
 from subquad.cli import app
-from subquad.core.sizes import parse_bytes, show_bytes
+from subquad.core.memory import parse_bytes, show_bytes
 from subquad.studies import advice as study
 
 HERE = {"machine": {"processor": "none", "machine": "none", "threads": 1}, "versions": {"torch": "0"}}

@@ -26,9 +26,9 @@ from subquad.cli.bench_table import against, count, seconds
 from subquad.cli.terminal import coarse, draw
 from subquad.cli.train import show as show_training
 from subquad.core import declarations
+from subquad.core.declarations import keys, options_class
 from subquad.core.numbers import parse_lengths
 from subquad.core.options import fields
-from subquad.core.source_options import keys, options_class
 from subquad.models import HEADS
 from subquad.plots import COLOURS
 from subquad.supports.support import constant_of_graphs

@@ -11,8 +11,8 @@ import subquad
 from subquad import MultiheadAttention
 from subquad.attention import summaries
 from subquad.attention.base import Call
+from subquad.kernels.pools.groups import others, pooled, prefixes
 from subquad.kernels.pools.nodes import binary_nodes
-from subquad.kernels.pools.shapes import others, pooled, prefixes
 from subquad.layers import Projections
 from subquad.studies import combiner_cost
 from subquad.supports import binary, grids, partitions, spans

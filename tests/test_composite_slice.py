@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import subquad
-from subquad.attention import composite_slice, length_groups
+from subquad.attention import call, composite_slice
 from subquad.attention.slicing import Composer
 from subquad.layers import MultiheadAttention, Projections
 from subquad.positions import MultiScalePositions
@@ -470,9 +470,9 @@ def test_the_plot_is_drawn(tmp_path):
 @both
 @ablation
 def test_a_padded_batch_in_groups_of_similar_length_is_the_definition(name, causal, monkeypatch):
-    monkeypatch.setattr(length_groups, "LEAST", 1)
+    monkeypatch.setattr(call, "LEAST", 1)
     calls = []
-    together = length_groups.put_together
+    together = call.put_together
     monkeypatch.setattr(composite_slice, "put_together", lambda *a: calls.append(a) or together(*a))
     m = layer(causal, **ABLATIONS[name])
     lengths = torch.tensor([7, 70, 0, 33, 64, 12, 1])
@@ -497,9 +497,9 @@ def test_a_padded_batch_in_groups_of_similar_length_is_the_definition(name, caus
 def test_groups_are_made_only_where_they_pay():
     x = torch.empty(8, 1024, 512)
     lengths = torch.linspace(512, 1024, 8).long()
-    groups = length_groups.length_groups(lengths, x)
+    groups = call.length_groups(lengths, x)
     assert [group.longest for group in groups] == [1024, 877, 731, 585]
     assert sorted(torch.cat([group.rows for group in groups]).tolist()) == list(range(8))
-    assert not length_groups.length_groups(torch.full((8,), 1000), x), "nothing would be spared"
-    assert not length_groups.length_groups(lengths, x[:, :, :8]), "a small batch"
-    assert not length_groups.length_groups(None, x)
+    assert not call.length_groups(torch.full((8,), 1000), x), "nothing would be spared"
+    assert not call.length_groups(lengths, x[:, :, :8]), "a small batch"
+    assert not call.length_groups(None, x)

@@ -7,11 +7,11 @@ import torch
 
 import subquad
 from subquad.kernels import maxima
-from subquad.kernels.clusters import cpu_route
+from subquad.kernels.clusters import cpu as clusters_cpu
 from subquad.kernels.clusters import tiles as plain
+from subquad.kernels.merge import cpu
 from subquad.kernels.merge import cpu_tiles as tiles
-from subquad.kernels.merge import cpu_walk as walk
-from subquad.kernels.merge.cpu_program import program_of
+from subquad.kernels.merge.cpu import program_of
 from subquad.kernels.parallel import FAST
 from subquad.kernels.pools import nodes, spans
 from subquad.kernels.running_softmax import BAND
@@ -138,7 +138,7 @@ def test_tiles_equal_the_flash_route(spec, causal, dropout, monkeypatch):
     found = []
     for route in (True, False):
         if not route:
-            monkeypatch.setattr(walk, "takes", lambda chosen, q: False)
+            monkeypatch.setattr(cpu, "takes", lambda chosen, q: False)
         x = [t.clone().requires_grad_() for t in (q, k, v)]
         out = a(*x, key_mask=mask, seed=torch.tensor(5))
         found.append([out, *torch.autograd.grad(out, x, g)])
@@ -192,7 +192,7 @@ def pairs_of(piece, fields, part, place, down):
 def test_tasks_that_run_together_touch_no_place_twice(batch, key_heads, threads):
     """Every head goes through every band once; what tasks of a turn share, they have sums of their own for."""
     chosen = [(slice(0, batch), AxialVertical(causal=True, cols=9).plan(300, "main"))]
-    work = walk._Work(chosen, torch.empty(batch, 4, 300, 8), threads)
+    work = cpu._Work(chosen, torch.empty(batch, 4, 300, 8), threads)
     shares = work.shares(batch * key_heads, threads)
     met = np.zeros((batch, 4, len(work.program.bands)), int)
     for turn in work.groups_of(key_heads, shares):
@@ -338,7 +338,7 @@ def test_clusters_in_tiles_equal_plain_torch(name, causal, n, clusters, monkeypa
     found = []
     for route in (True, False):
         if not route:
-            monkeypatch.setattr(cpu_route, "room", lambda *about: plain)
+            monkeypatch.setattr(clusters_cpu, "room", lambda *about: plain)
         x = [t.clone().requires_grad_() for t in (q, k, v)]
         out = a(*x, key_mask=mask)
         found.append([out, *torch.autograd.grad(out, x, g)])

@@ -23,7 +23,7 @@ from subquad.attention.base import Capabilities
 from subquad.attention.registry import available, for_length, mechanism, register, unregister
 from subquad.cli import app
 from subquad.explorer import costs, effective, grid, kept, page, patterns, trained
-from subquad.explorer.blobs import Blob, pack_bits, pack_cells, progressions
+from subquad.explorer.page import Blob, pack_bits, pack_cells, progressions
 from subquad.plots import panels, tally
 from subquad.supports.pattern import csr_of_mask
 from subquad.tasks import task

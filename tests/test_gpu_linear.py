@@ -7,7 +7,7 @@ import torch
 
 from subquad.kernels import devices
 from subquad.kernels.linear import chunks, gpu, op
-from subquad.kernels.linear.cuda import room
+from subquad.kernels.linear.op import room
 from subquad.kernels.linear.reference import kernel_weights, normalised
 
 pytestmark = pytest.mark.skipif(not devices.has_triton(), reason=devices.MISSING)

@@ -19,7 +19,7 @@ from subquad.attention.combiner_plans import eights
 from subquad.attention.patterns import window_and_relay
 from subquad.attention.registry import mechanism
 from subquad.kernels import devices
-from subquad.kernels.clusters import static
+from subquad.kernels.clusters.layout import StaticLayout
 from subquad.kernels.graphs import reference as graphs_reference
 from subquad.kernels.masks import unpack_mask
 from subquad.kernels.sampler import Rules, sample, sample_rows
@@ -60,9 +60,9 @@ ALL_PAIRS = [
 def test_all_pairs_some_rows_at_a_time(name, options, monkeypatch):
     """Where the host must not read, long sequences have all pairs too; the same is dropped as on a CPU."""
     monkeypatch.setattr(devices, "FEW", 8)
-    for module, size in ((static, "BATCH"), (sampler_reference, "PAIRS"), (graphs_reference, "PAIRS")):
+    for module, size in ((sampler_reference, "PAIRS"), (graphs_reference, "PAIRS")):
         monkeypatch.setattr(module, size, 300)
-    monkeypatch.setattr(static.StaticLayout, "batch", 300)
+    monkeypatch.setattr(StaticLayout, "batch", 300)
     with devices.without_waiting():
         for case in cases(name, **mechanism(name).examples[0], **options):
             compare(case, 33, padded=False)

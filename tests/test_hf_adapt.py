@@ -17,12 +17,10 @@ from subquad import hf
 from subquad.cli import app
 from subquad.hf.adapting import Adapter, Settings
 from subquad.hf.fitting import fit_loss, tune_backward, watch_original
-from subquad.hf.lowrank import add_updates, merge_updates
-from subquad.hf.numbers import hide_numbers
-from subquad.hf.original import original
+from subquad.hf.lowrank import add_updates, merge_updates, original
 from subquad.hf.passkey import hide, looking_heads
 from subquad.hf.perplexity import measure, summary_mass
-from subquad.hf.texts import window, windows
+from subquad.hf.texts import hide_numbers, window, windows
 
 SPEC = "combiner-window:span=4,window=6,sinks=2,abstraction=residual-attended"
 TEXT = "".join(chr(32 + (7 * i * i + i // 3) % 90) for i in range(3000))
@@ -120,7 +118,7 @@ def test_mass_on_summaries_is_the_definitions(converted):
 
 
 def _no_rows():
-    from subquad.attention.rows import Rows
+    from subquad.attention.call import Rows
 
     return Rows.of(None, align=True)
 

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from subquad.kernels.compressed.index import choose as index_choice
 from subquad.kernels.maxima import others_max, running_max
 from subquad.kernels.merge import aten, cpu, gpu, merge_attention, reference
-from subquad.kernels.merge.cpu_program import KEPT, program_of
+from subquad.kernels.merge.cpu import KEPT, program_of
 from subquad.kernels.merge.op import merge
 from subquad.kernels.mixture import mixture_merge
 from subquad.kernels.pools import span_pool
 from subquad.kernels.pools.groups import group_pool, pool_op
 from subquad.kernels.pools.lines import line_max
-from subquad.kernels.pools.node_max import node_max
-from subquad.kernels.pools.nodes import _nodes
+from subquad.kernels.pools.nodes import _nodes, node_max
 from subquad.kernels.pools.spans import _pool
 from subquad.kernels.pools.summaries import span_summaries, takes
 from subquad.kernels.selected.choice import choose as block_choice

@@ -97,7 +97,22 @@ def test_rows_side_by_side(width):
         check(sums_backward, grad, q, k, v, None, out, den, causal, True, True)
     tables = (torch.tensor([[0, 12]]), torch.tensor([[[0, 12, 0, -runs.EVERYTHING]]]))
     out, lse = check(runs.attention, q, [k], [v], None, *tables, [0], [12, 12], 0.3, 144)
-    check(runs.attention_backward, grad, None, q, [k], [v], None, *tables, out, lse, [0], [12, 12], 0.3, 144)
+    check(
+        runs.attention_backward,
+        grad,
+        torch.zeros_like(lse),
+        q,
+        [k],
+        [v],
+        None,
+        *tables,
+        out,
+        lse,
+        [0],
+        [12, 12],
+        0.3,
+        144,
+    )
 
 
 @pytest.mark.parametrize("width", [8, 7])

@@ -75,15 +75,36 @@ def test_gradients_stand_as_the_inputs_do(rounds):
         torch.testing.assert_close(found, expected)
 
 
+def dense_attention(q, keys, values, cluster, real, causal, scale):
+    """`cluster_attention` with all pairs written out, (G, n, d): what the tiles are checked against.
+
+    The summary of a cluster that query i sees stands at its last real token (causal: ≤ i).
+    """
+    n = q.shape[1]
+    time = torch.ones(n, n, dtype=torch.bool, device=q.device)
+    time = time.tril() if causal else time
+    same = cluster[:, :, None] == cluster[:, None]  # (G, n, n)
+    seen = [time & real[:, None] & same]
+    if keys[1:]:
+        visible = time & real[:, None]  # (G, i, p)
+        later = (
+            visible[:, :, None] & same[:, None] & torch.ones_like(time).triu(1)
+        )  # (G, i, p, p'): p' > p, same cluster
+        seen.append(visible & ~same & ~later.any(-1))
+    s = torch.cat([q @ k.mT * scale for k in keys], -1).masked_fill(~torch.cat(seen, -1), -torch.inf)
+    p = s.softmax(-1).masked_fill((s == -torch.inf).all(-1, keepdim=True), 0)
+    return p @ torch.cat(values, 1)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("summaries", [False, True])
-def test_tiles_equal_the_dense_reference(causal, summaries):
+def test_tiles_equal_all_pairs_written_out(causal, summaries):
     order, cluster, real = some_clusters()
     draw = torch.Generator().manual_seed(4)
     xs = [torch.randn(3, 70, 6, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(5)]
     q, keys, values = xs[0], xs[1 : 2 + summaries], xs[3 : 4 + summaries]
     out = cluster_attention(q, keys, values, (order, cluster, real), 5, causal=causal, scale=0.4)
-    expected = reference.attention(q, keys, values, cluster, real, causal, 0.4)
+    expected = dense_attention(q, keys, values, cluster, real, causal, 0.4)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     targets, direction = [q, *keys, *values], torch.randn(out.shape, generator=draw, dtype=out.dtype)
     found = [torch.autograd.grad(x, targets, direction) for x in (out, expected)]
@@ -182,7 +203,7 @@ def test_update_is_the_declared_average_and_finds_clusters():
 
 
 def _rows(key_mask):
-    from subquad.attention.rows import Rows
+    from subquad.attention.call import Rows
 
     return Rows.of(key_mask, align=False)
 

@@ -15,7 +15,7 @@ from subquad.attention import sbm
 from subquad.attention.base import Call
 from subquad.kernels.edges import EdgeList
 from subquad.kernels.graphs import cpu as graph_cpu
-from subquad.kernels.graphs import graph_attention, list_route
+from subquad.kernels.graphs import graph_attention
 from subquad.kernels.graphs import memberships as nodes
 from subquad.kernels.graphs import reference as graph_reference
 from subquad.kernels.masks import pack_mask, unpack_mask
@@ -317,7 +317,7 @@ def test_the_difference_is_what_an_edge_is_worth(causal):
 @pytest.mark.parametrize("path", ["edges", "dense"])
 @pytest.mark.parametrize("ste", ["pre", "published", "difference"])
 def test_kernels_equal_the_reference_with_dropout(monkeypatch, path, ste):
-    monkeypatch.setattr(list_route, "GROUP", 200)  # a group of two graphs, and two groups of one
+    monkeypatch.setattr(graph_cpu, "GROUP", 200)  # a group of two graphs, and two groups of one
     q, k, v = (x.detach() for x in inputs(19))
     draw = torch.Generator().manual_seed(3)
     w, z = (torch.rand(2, 2, 19, 3, generator=draw, dtype=torch.float64) for _ in range(2))

@@ -13,10 +13,8 @@ from subquad.supports import patterns as P
 from subquad.supports.drawn import Random
 from subquad.theory import check, read
 from subquad.theory.counting import connections, dense_blocks, growth, sparse_blocks, sparsity
-from subquad.theory.hamiltonian import exact, hamiltonian_path, is_path
+from subquad.theory.hamiltonian import cut_vertex, exact, hamiltonian_path, incomparable, is_path, no_cover, search
 from subquad.theory.hops import hop_sets, hops, unpack
-from subquad.theory.path_proofs import cut_vertex, incomparable, no_cover
-from subquad.theory.path_search import search
 from subquad.theory.sbm import lemma1, lemma2
 
 

@@ -26,11 +26,11 @@ from subquad.core.options import split_list
 from subquad.models import HEADS, SubquadConfig
 from subquad.models.pairs import GlobalBatchNorm
 from subquad.tasks import task
+from subquad.tasks.guessing import Plateau, left_at
 from subquad.testing import cases
 from subquad.training import checkpoints, lock, log, statistics, use
 from subquad.training.compare import Comparison, check, pending, prepare, rows, write
 from subquad.training.connections import connections
-from subquad.training.plateau import Plateau, left_at
 from subquad.training.rates import choose, parse_rates, take_rates
 from subquad.training.run import Interrupted, Run, check_specs, train
 from subquad.training.trainer import RunTrainer, make_arguments

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from subquad.kernels.parallel import Announcement, launch
-from subquad.kernels.workers import Workers
+from subquad.kernels.parallel import Announcement, Workers, launch
 
 
 @Workers

@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.call import Call, Record, draw_seed
+from subquad.attention.call import Call, Record, Rows, clean, draw_seed, repeat_heads, weights_by_row
 from subquad.attention.checks import check_inputs, checked_seed, refuse_unknown_arguments
 from subquad.attention.registry import no_such_direction
-from subquad.attention.rows import Rows, clean, repeat_heads, weights_by_row
 from subquad.attention.states import entrance
-from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.keys import attend_kept
 from subquad.attention.states.replay import Replay
 from subquad.attention.states.state import ROLLBACK, Memory, State
 from subquad.core.options import Options as BaseOptions

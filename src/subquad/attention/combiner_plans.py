@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.abstraction import AnyKind
-from subquad.attention.call import Call, Record
+from subquad.attention.call import Call, Record, Rows, repeat_heads
 from subquad.attention.combiner import Combiner, CombinerOptions
-from subquad.attention.rows import Rows, repeat_heads
 from subquad.attention.states import entrance
 from subquad.attention.summaries import SummaryKeys, attend_projected, define_projected, prepared, projected
 from subquad.core.hashing import seed_from

@@ -35,12 +35,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.call import Call, Record
+from subquad.attention.call import Call, Record, Rows, clean_tokens, length_groups, put_together
 from subquad.attention.checks import check_lengths, check_mask
 from subquad.attention.composite_slice_definition import Definition
-from subquad.attention.length_groups import length_groups, put_together
-from subquad.attention.rows import Rows, clean_tokens
-from subquad.attention.slicing import Composer, Tokens, each
+from subquad.attention.slicing import AnyLengthComposer, Composer, Tokens, each
 from subquad.attention.states import entrance
 from subquad.attention.states.slices import Slices
 from subquad.attention.states.state import Memory
@@ -233,11 +231,7 @@ class CompositeSlice(Attention):
         return clean_tokens(self._composer(call).compose(tokens, project, real, 0), real)
 
     def _composer(self, call: Call) -> Composer:
-        if not is_symbolic(call.slots):
-            return Composer(self, call)
-        from subquad.attention.composite_slice_any import AnyLengthComposer
-
-        return AnyLengthComposer(self, call)
+        return (AnyLengthComposer if is_symbolic(call.slots) else Composer)(self, call)
 
     def extend(self, q, k, v, state, *, key_mask=None):
         return self.attend(q, k, v, None)  # raises, and says who can

@@ -17,12 +17,10 @@ from torch import Tensor
 
 import subquad.kernels.flash  # noqa: F401  (teaches the FLOP counter torch's own kernel)
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.call import Call, Record
+from subquad.attention.call import Call, Record, repeat_heads
 from subquad.attention.checks import check_inputs
-from subquad.attention.rows import repeat_heads
-from subquad.attention.states.attending import attend_kept
 from subquad.attention.states.chosen import all_before, past
-from subquad.attention.states.keys import Keys
+from subquad.attention.states.keys import Keys, attend_kept
 from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors, key_factors, ranks
 from subquad.core.options import Options, option

@@ -31,7 +31,7 @@ from subquad.core.numbers import settled
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 from subquad.kernels.levels import attend_levels
-from subquad.kernels.levels.tables import spans_of
+from subquad.kernels.levels.op import spans_of
 from subquad.kernels.runs import Runs, attend_runs
 
 

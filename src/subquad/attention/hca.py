@@ -27,10 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.call import Call, Record
+from subquad.attention.call import Call, Record, Rows, clean_tokens, real_spans, repeat_heads
 from subquad.attention.checks import check_lengths, check_mask
 from subquad.attention.full import drop_keys
-from subquad.attention.rows import Rows, clean_tokens, real_spans, repeat_heads
 from subquad.attention.states import entrance
 from subquad.attention.states.compressed import Compressed
 from subquad.attention.states.state import Buffers, Memory

@@ -20,9 +20,9 @@ from subquad.attention.base import Attention, Capabilities
 from subquad.attention.call import Call
 from subquad.attention.full import drop_keys
 from subquad.attention.states.state import Memory
-from subquad.attention.states.sums import Sums
+from subquad.attention.states.sums import Sums, quotient
 from subquad.kernels.linear import kernel_sums
-from subquad.kernels.linear.reference import elu_plus_one, kernel_weights, normalised, smallest
+from subquad.kernels.linear.reference import elu_plus_one, kernel_weights, normalised
 
 LONG = 1024  # queries from which heads are worked on one after the other
 
@@ -67,15 +67,15 @@ class KernelAttention(Attention):
         v = drop_keys(v, call).to(work)
         v = torch.cat((v, torch.ones_like(v[..., :1])), -1)  # (B, H, t, d + 1): with the denominator
         if not causal:
-            return divided(a @ shard.total(b.mT @ v)).to(q.dtype)
+            return quotient(a @ shard.total(b.mT @ v)).to(q.dtype)
         sums = kernel_sums(a, b, v, scales, causal=True, normalise=False) if v.shape[2] else a @ (b.mT @ v)
         if scales is None or ends is None:
-            return divided(sums + a @ shard.earlier(b.mT @ v).sum(0)).to(q.dtype)
+            return quotient(sums + a @ shard.earlier(b.mT @ v).sum(0)).to(q.dtype)
         last, start = ends[shard.rank], ends[max(shard.rank - 1, 0)]  # (B, H)
         every = shard.earlier((b * (scales - last[..., None]).exp()[..., None]).mT @ v)  # (rank, B, H, f, d + 1)
         before = (every * (ends[: shard.rank] - start).exp()[..., None, None]).sum(0)
         fall = (start[..., None] - scales).clamp(max=0).exp()  # (B, H, t); the first process has nothing before it
-        return divided(sums + (a * fall[..., None]) @ before).to(q.dtype)
+        return quotient(sums + (a * fall[..., None]) @ before).to(q.dtype)
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         return normalised(kernel_weights(*self._features(q, k, call)[:3], causal=self.options.causal))
@@ -106,13 +106,6 @@ class KernelAttention(Attention):
     def connections(self, n: int) -> float:
         """Scores are never computed: n queries and n keys meet the features, once each."""
         return 2.0 * n * self.options.head_dim
-
-
-def divided(sums: Tensor) -> Tensor:
-    """Sums (…, d + 1) by their last entry, the denominator; 0 where it vanishes."""
-    total, den = sums[..., :-1], sums[..., -1:]
-    empty = den <= smallest(den.dtype)
-    return (total / den.masked_fill(empty, 1)).masked_fill(empty, 0)
 
 
 def refuse_scale(name: str, options: Any) -> None:

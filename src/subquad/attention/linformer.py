@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.base import Capabilities
-from subquad.attention.call import Call, Record
+from subquad.attention.call import Call, Record, Rows
 from subquad.attention.checks import check_inputs, check_lengths
 from subquad.attention.full import sdpa
 from subquad.attention.outputs import OutputAttention, within_rows
-from subquad.attention.rows import Rows
 from subquad.core.options import Options as BaseOptions
 from subquad.core.options import option
 

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.call import Call
+from subquad.attention.call import Call, repeat_heads
 from subquad.attention.full import drop_keys, masked_map
-from subquad.attention.rows import repeat_heads
 from subquad.attention.states.chosen import Chosen
 from subquad.attention.states.state import Memory
 from subquad.core.options import Options as BaseOptions

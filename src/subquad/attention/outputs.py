@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.call import Call
+from subquad.attention.call import Call, Rows, clean, real_spans, repeat_heads
 from subquad.attention.checks import check_inputs
-from subquad.attention.rows import Rows, clean, real_spans, repeat_heads
 from subquad.kernels.values import cut_rows
 
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from subquad.attention.call import Call
 from subquad.attention.full import MapOptions, masked_map
 from subquad.attention.sized import SizedAttention
-from subquad.attention.states.attending import attend_kept
-from subquad.attention.states.keys import Keys
-from subquad.attention.states.named import NamedKeys
+from subquad.attention.states.chosen import NamedKeys
+from subquad.attention.states.keys import Keys, attend_kept
 from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors, ranks
 from subquad.core.numbers import settled

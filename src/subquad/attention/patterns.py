@@ -16,7 +16,7 @@ from torch import Tensor
 from subquad.attention.pattern_attention import PatternAttention, PatternOptions
 from subquad.attention.states.entrance import require_steady_sets
 from subquad.core.options import option
-from subquad.supports import custom, drawn, patterns
+from subquad.supports import drawn, pattern, patterns
 from subquad.supports.pattern import Pattern
 
 
@@ -115,6 +115,36 @@ class Longformer(PatternAttention):
         return self.options.window / 2 + self.options.global_tokens
 
 
+class Local(PatternAttention):
+    """Local attention: a sliding window or blocks alone, the plainest of the baselines (Combiner, table 5).
+
+    out_i = Σ_{j ∈ A_i} ρ[ (q_i·k_j·scale)_{j ∈ A_i} ]_j v_j          O(n·window)
+
+    shape=window   A_i: `window` tokens around i, ⌈(window-1)/2⌉ to the left; causal: i and the window - 1 before it
+    shape=blocks   A_i: the block of `window` tokens that contains i; causal: up to i
+    """
+
+    paper = "Ren et al. 2021, table 5"
+    cost = "n·window"
+    exponent = 1.0
+    examples = ({"window": 8}, {"window": 5, "shape": "blocks"})
+    gallery = {"window": 9}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(PatternOptions):
+        window: int = option(128, "how many tokens a query sees, or tokens of a block", ge=1)
+        shape: Literal["window", "blocks"] = option("window", "a window that slides, or blocks that do not overlap")
+
+    def kept_keys(self, n: int) -> float:
+        return float(self.options.window)
+
+    def make_pattern(self, options: Any) -> Pattern:
+        if options.shape == "blocks":
+            return patterns.Blocks(causal=options.causal, size=options.window)
+        reach = options.window - 1  # Longformer's window counts the neighbours, half of them to each side
+        return patterns.Longformer(causal=options.causal, window=2 * reach if options.causal else reach)
+
+
 class BigBird(PatternAttention):
     __doc__ = drawn.BigBird.__doc__
     boundary = ""
@@ -209,7 +239,7 @@ class Custom(PatternAttention):
 
     def make_pattern(self, options: Any) -> Pattern:
         make = GivenSets(options.sets, options.nested)
-        return custom.Custom(causal=options.causal, masks=make, families=make.families, nested=options.nested)
+        return pattern.Custom(causal=options.causal, masks=make, families=make.families, nested=options.nested)
 
     def make_memory(self, margin):
         require_steady_sets(self.name, partial(self.pattern.masks.is_nested_at, causal=True))

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from subquad.core.declarations import declared
+from subquad.core.declarations import declared, options_class
 from subquad.core.names import look_up, unknown
 from subquad.core.options import make, parse, split_spec
-from subquad.core.source_options import options_class
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -41,7 +40,7 @@ _MECHANISMS: dict[str, str | type[Attention]] = {
     "linear": "subquad.attention.linear:Linear",
     "performer": "subquad.attention.performer:Performer",
     "cosformer": "subquad.attention.cosformer:Cosformer",
-    "local": "subquad.attention.local:Local",
+    "local": "subquad.attention.patterns:Local",
     "linformer": "subquad.attention.linformer:Linformer",
     "nystrom": "subquad.attention.nystrom:Nystrom",
     "synthesizer": "subquad.attention.synthesizer:Synthesizer",

@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.attention.base import Attention
-from subquad.attention.call import Call, Record
-from subquad.attention.rows import repeat_heads
+from subquad.attention.call import Call, Record, repeat_heads
 from subquad.attention.states.chosen import Labelled
 from subquad.attention.states.state import Memory
 from subquad.core.options import Options, option

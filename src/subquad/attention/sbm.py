@@ -32,9 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.call import Call, Record, draw_seed
+from subquad.attention.call import Call, Record, draw_seed, repeat_heads
 from subquad.attention.checks import checked_seed
-from subquad.attention.rows import repeat_heads
 from subquad.attention.states.graphs import Graphs
 from subquad.attention.states.state import Memory
 from subquad.core.numbers import possible_pairs

@@ -8,6 +8,8 @@ query that does not exist (padding, or a last row too short) is 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Rows
-from subquad.attention.call import Call
+from subquad.attention.call import Call, real_spans
 from subquad.attention.checks import check_inputs
-from subquad.attention.rows import real_spans
 from subquad.core.numbers import is_symbolic, length_of
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members
@@ -42,7 +43,7 @@ class Tokens(NamedTuple):
 def summarise(module: Any, text: str, number: int, group_set: GroupSet, tokens: Tokens, below: Source) -> Source:
     """The summaries of source `number` of the partition `text`; their members are in `below`."""
     features = module.abstraction(tokens.q, tokens.k)
-    find = _Finder(module, text, f"members:{number}", tokens)
+    find = partial(_find, module, text, f"members:{number}", tokens)
     if group_set.pool == "spans":
         return _spans(module, group_set, tokens, features, below, find)
     n = length_of(tokens.q.shape[2])  # grids and trees are made of numbers: a compiled graph is one for this length
@@ -52,29 +53,23 @@ def summarise(module: Any, text: str, number: int, group_set: GroupSet, tokens: 
         exists = tokens.call.exists
         return tokens.k[:, :, :0], tokens.v[:, :, :0], None if exists is None else exists[:, :, :0]
     if group_set.pool == "asked-row":
-        return _asked_rows(group_set.size, tokens, features, find)
+        return _asked_rows(module, group_set.size, tokens, features, find)
     return _grid_groups(module, group_set, tokens, features, find)
 
 
-class _Finder:
-    """Summaries attend to their members."""
+Find = Callable[[Tensor, Source], Tensor]  # what summaries' queries (B, H, m, d) find among their members
 
-    def __init__(self, module: Any, text: str, which: str, tokens: Tokens) -> None:
-        self.module, self.text, self.which, self.tokens = module, text, which, tokens
 
-    def __call__(self, query: Tensor, source: Source) -> Tensor:
-        """What the queries (B, H, m, d) find among their members: (B, H, m, d)."""
-        keys, values, valid = source
-        n, call = self.tokens.q.shape[2], self.tokens.call
-        scale = self.module.options.softmax_scale
-        where = (self.text, self.which, n)
-        return merge_attention(query, [keys], [values], *where, scale=scale, lengths=call.lengths, valid=[valid])
+def _find(module: Any, text: str, which: str, tokens: Tokens, query: Tensor, source: Source) -> Tensor:
+    keys, values, valid = source
+    where, scale = (text, which, tokens.q.shape[2]), module.options.softmax_scale
+    return merge_attention(query, [keys], [values], *where, scale=scale, lengths=tokens.call.lengths, valid=[valid])
 
 
 # ---- spans --------------------------------------------------------------------------------------------------
 
 
-def _spans(module, group_set, tokens: Tokens, features, below: Source, find: _Finder) -> Source:
+def _spans(module, group_set, tokens: Tokens, features, below: Source, find: Find) -> Source:
     call, skip = tokens.call, group_set.skip
     about = {"pool": module.abstraction.pool, "key_mask": call.key_mask, "lengths": call.lengths, "skip": skip}
     query = span_pool(features[0], group_set.size, **about)  # (B, H, m, d)
@@ -118,7 +113,7 @@ def summarise_shard(module: Any, text: str, number: int, group_set: GroupSet, fe
 # ---- binary blocks ------------------------------------------------------------------------------------------
 
 
-def _nodes(module, tokens: Tokens, features, find: _Finder, *, back: bool) -> Source:
+def _nodes(module, tokens: Tokens, features, find: Find, *, back: bool) -> Source:
     """All binary blocks, a Fenwick tree as long as the sequence; `back`: of the sequence read from its end."""
     turn = _Reverse(tokens) if back else _identity
     k, v, fq = (turn(x) for x in (tokens.k, tokens.v, features[0]))
@@ -184,7 +179,7 @@ class _Reordered(torch.autograd.Function):
 # ---- grids --------------------------------------------------------------------------------------------------
 
 
-def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: _Finder) -> Source:
+def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: Find) -> Source:
     """Columns and rows, see `group_pool`."""
     about, exists = (group_set.pool, group_set.size, module.options.causal), tokens.call.exists
     query, key = group_pools(features, exists, module.abstraction.pool, *about)
@@ -192,14 +187,14 @@ def _grid_groups(module, group_set: GroupSet, tokens: Tokens, features, find: _F
     return key, value, groups_with_members(tokens.k, exists, *about)
 
 
-def _asked_rows(c: int, tokens: Tokens, features, find: _Finder) -> Source:
+def _asked_rows(module, c: int, tokens: Tokens, features, find: Find) -> Source:
     """Rows that the token in the query's column asks: local queries stand where their tokens do."""
     (fq, fk), exists, n = features, tokens.call.exists, tokens.q.shape[2]
     alive: Tensor | None
     if is_symbolic(n):
         query, alive = _asked_for_any_length(fq, exists, c)
     else:
-        rows = -(-n // c) - find.module.options.causal
+        rows = -(-n // c) - module.options.causal
         if exists is None and rows * c > n:  # a partial last row
             exists = torch.ones(1, 1, n, dtype=torch.bool, device=fq.device)
         real = None if exists is None else grid(exists, rows, c)[..., None]  # (B or 1, 1, rows, c, 1)

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Capabilities
-from subquad.attention.call import Call
+from subquad.attention.call import Call, repeat_heads
 from subquad.attention.full import drop
 from subquad.attention.linear import refuse_scale
 from subquad.attention.outputs import within_rows
-from subquad.attention.rows import repeat_heads
 from subquad.attention.states.chosen import past
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Memory

@@ -17,8 +17,8 @@ from subquad.attention.registry import check_name
 from subquad.cli.bench_table import against, seconds
 from subquad.cli.tables import show_table
 from subquad.core.console import err, out
+from subquad.core.memory import parse_bytes, physical_memory, show_bytes
 from subquad.core.options import split_list
-from subquad.core.sizes import parse_bytes, physical_memory, show_bytes
 
 if TYPE_CHECKING:
     from subquad.advice.ranking import Advice, Row, Wish

@@ -2,17 +2,86 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from subquad.attention.registry import check_direction, check_name
-from subquad.cli import bench_options as options
 from subquad.core.files import check_picture, check_writable
 from subquad.core.numbers import parse_lengths
 
 if TYPE_CHECKING:
     from subquad.bench import Setting
+
+
+Specs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SPEC", help="Mechanisms with their options; with --peers, names of peers."),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option("--n", help="Sequence lengths, comma-separated. Default: 1024,4096,8192; with --peers 4096."),
+]
+Backward = Annotated[bool, typer.Option("--backward", help="Measure forward and backward, not only forward.")]
+Causal = Annotated[bool, typer.Option("--causal", help="Measure causal attention, against causal full attention.")]
+Heads = Annotated[int, typer.Option(min=1, help="Number of heads.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Width of a head.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Batch size. Default: 1; with --ragged 8.", show_default=False)]
+Ragged = Annotated[
+    bool,
+    typer.Option("--ragged", help="Measure padded rows of n/2 to n tokens, also against rows without padding."),
+]
+Dropout = Annotated[
+    float | None,
+    typer.Option(
+        help="Probability of attention dropout in training, also measured against a step without dropout.",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    bool,
+    typer.Option(
+        "--model", help="Measure a training step of a whole model with 6 layers, as wide as all heads together."
+    ),
+]
+Decode = Annotated[
+    bool,
+    typer.Option("--decode", help="Measure streaming: one decode step after n tokens, the state, and the prefill."),
+]
+Chunk = Annotated[int, typer.Option(min=1, help="With --decode: number of tokens of a prefill chunk.")]
+Device = Annotated[str, typer.Option(help="Device to measure on: cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of the tensors: float32, bfloat16 or float16.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Number of rounds; the best time is reported.")]
+Processes = Annotated[
+    str | None,
+    typer.Option(
+        help="Divide the sequence among this many processes, comma-separated, such as 1,2,4.", show_default=False
+    ),
+]
+CountOnly = Annotated[
+    bool, typer.Option("--count-only", help="With --processes: only count the bytes that are sent, for any length.")
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the results to this file, which is updated after every measurement."),
+]
+PictureFile = Annotated[
+    Path | None, typer.Option("--png", help="Draw time and memory against the length into this file.")
+]
+Peers = Annotated[
+    bool,
+    typer.Option(
+        "--peers",
+        help="Measure layers against other implementations of the same mechanism (the extra `peers` and "
+        "transformers), in the direction that is listed for each. Without names, all that are installed are "
+        "measured. Rows of other peers in an existing JSON file are kept.",
+    ),
+]
+Crossover = Annotated[
+    bool, typer.Option(help="With --peers: find the length from which our layer is faster than full attention.")
+]
+
 
 # The special measurements and the flags that each of them takes; any other flag raises an error.
 _SHARED = {"specs", "n", "heads", "head_dim", "batch", "repeats", "json"}
@@ -34,27 +103,27 @@ def add_to(app: typer.Typer) -> None:
 
 def bench(
     context: typer.Context,
-    specs: options.Specs = None,
-    n: options.Lengths = None,
-    backward: options.Backward = False,
-    causal: options.Causal = False,
-    heads: options.Heads = 8,
-    head_dim: options.HeadDim = 64,
-    batch: options.Batch = None,
-    ragged: options.Ragged = False,
-    dropout: options.Dropout = None,
-    model: options.Model = False,
-    decode: options.Decode = False,
-    chunk: options.Chunk = 1024,
-    device: options.Device = "cpu",
-    dtype: options.Dtype = "float32",
-    repeats: options.Repeats = 3,
-    processes: options.Processes = None,
-    count_only: options.CountOnly = False,
-    json: options.JsonFile = None,
-    png: options.PictureFile = None,
-    peers: options.Peers = False,
-    crossover: options.Crossover = True,
+    specs: Specs = None,
+    n: Lengths = None,
+    backward: Backward = False,
+    causal: Causal = False,
+    heads: Heads = 8,
+    head_dim: HeadDim = 64,
+    batch: Batch = None,
+    ragged: Ragged = False,
+    dropout: Dropout = None,
+    model: Model = False,
+    decode: Decode = False,
+    chunk: Chunk = 1024,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    repeats: Repeats = 3,
+    processes: Processes = None,
+    count_only: CountOnly = False,
+    json: JsonFile = None,
+    png: PictureFile = None,
+    peers: Peers = False,
+    crossover: Crossover = True,
 ) -> None:
     """Measure mechanisms against full attention in the same run.
 
@@ -182,13 +251,13 @@ def _peers(names: list[str], lengths: list[int] | None, about: dict[str, Any], r
 
 
 def _decode(specs: list[str], lengths: list[int], about: dict[str, Any], repeats: int, chunk: int, json) -> None:
-    from subquad.cli.decode import decode_bench
+    from subquad.cli.bench_table import decode_bench
 
     decode_bench(specs, lengths, _setting(about), repeats, chunk, json)
 
 
 def _processes(specs, lengths, processes: list[int], causal: bool, about: dict[str, Any], repeats, count_only) -> None:
-    from subquad.cli.bench_processes import show
+    from subquad.cli.bench_table import processes_bench
 
     sizes = (about["heads"], about["head_dim"], about["batch"])
-    show(specs, lengths, processes, causal, *sizes, repeats, count_only)
+    processes_bench(specs, lengths, processes, causal, *sizes, repeats, count_only)

@@ -1,4 +1,6 @@
-"""The ordinary measurement of `subquad bench`: it runs, and shows a table."""
+"""The tables of `subquad bench`: time, memory and FLOPs; with --processes one sequence over several processes; with
+--decode a decode step against full attention over a cache, the state, and the prefill.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from subquad.core.console import err, out
 
 if TYPE_CHECKING:
     from subquad.bench import Row, Setting
+    from subquad.bench_decode import DecodeRow
 
 
 def measure_and_print(
@@ -128,3 +131,101 @@ def count(flops: float | None) -> str:
         if flops >= factor:
             return f"{flops / factor:.3g} {unit}"
     return f"{flops:,}"
+
+
+def processes_bench(
+    specs: Sequence[str], lengths: Sequence[int], processes: Sequence[int], causal: bool, heads: int, head_dim: int,
+    batch: int, repeats: int, count_only: bool,
+) -> None:  # fmt: skip
+    from subquad.bench import Setting
+
+    setting = Setting(batch=batch, heads=heads, head_dim=head_dim, causal=causal, backward=True)
+    titles = ("n", "attention", "processes", "sent forward", "backward", "of the ring")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in titles if count_only else (*titles, "time", "speed-up", "memory"):
+        table.add_column(title, justify="left" if title == "attention" else "right", no_wrap=title != "attention")
+    for n in lengths:
+        for spec in specs:
+            _process_rows(table, spec, n, processes, setting, repeats, count_only)
+    console = out()
+    console.print(describe(setting).replace("forward + backward, ", "one layer, "), style="bold", soft_wrap=True)
+    show_table(console, table)
+    console.print(
+        "sent: bytes that the busiest process sends in one layer, counted; of the ring: their share of what full "
+        "attention sends around a ring",
+        style="dim", soft_wrap=True,
+    )  # fmt: skip
+    if not count_only:
+        console.print("memory: peak growth of the largest process during one step, inputs not included", style="dim")
+
+
+def _process_rows(
+    table: Table, spec: str, n: int, processes: Sequence[int], setting, repeats: int, count_only: bool
+) -> None:
+    from subquad.bench_processes import bytes_sent, peak_memory, step_seconds
+
+    first = None
+    for p in processes:
+        cells = ["–", "–", "–"]
+        if p > 1:
+            own, ring = bytes_sent(spec, n, p, setting), bytes_sent("full", n, p, setting)
+            cells = [size(own.forward), size(own.backward), f"1/{ring.both / max(own.both, 1):,.0f}"]
+        if not count_only:
+            if err().is_terminal:
+                err().print(f"{spec} at n = {n:,} on {p} process{'es' * (p > 1)}", style="dim")
+            took, grown = step_seconds(spec, n, p, setting, repeats=repeats), peak_memory(spec, n, p, setting)
+            first = first or took
+            cells += [seconds(took), f"{first / took:.2f}×", size(grown)]
+        table.add_row(f"{n:,}", spec, str(p), *cells)
+
+
+def decode_bench(
+    specs: Sequence[str], lengths: list[int], setting: Setting, repeats: int, chunk: int, json: Path | None
+) -> None:
+    from subquad.bench import report, write
+    from subquad.bench_decode import measure
+
+    rows: list[DecodeRow] = []
+    with err().status("") as status:
+        for rows in measure(specs, lengths, setting, repeats=repeats, chunk=chunk, tell=status.update):
+            if json is not None:
+                write(json, report(rows, setting))
+    console = out()
+    about = f"batch {setting.batch}, {setting.heads} heads × {setting.head_dim}, float32, CPU"
+    console.print(f"one decode step after n tokens, {about}", style="bold", soft_wrap=True)
+    show_table(console, decode_table(rows))
+    for line in (
+        "full: scaled_dot_product_attention over a preallocated key/value cache; state: against that cache",
+        f"prefill: the n tokens in chunks of {chunk:,}, against one call of the mechanism, which keeps no state;",
+        "its memory: growth of resident memory in chunks, and in one call",
+    ):
+        console.print(line, style="dim", soft_wrap=True)
+    if json is not None:
+        console.print(f"results: {json}", soft_wrap=True)
+
+
+def decode_table(rows: Sequence[DecodeRow]) -> Table:
+    """One line per mechanism and length; full attention first, as the measure."""
+    result = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("n", "attention", "step", "against full", "state", "of cache", "prefill", "its memory"):
+        result.add_column(title, justify="left" if title == "attention" else "right", no_wrap=title == "attention")
+    for last, row in zip([None, *rows], rows, strict=False):
+        if last is not None and last.n != row.n:
+            result.add_section()
+        name = f"{row.spec} (layer)" if row.level == "layer" else row.spec
+        length = f"{row.n:,}" if last is None or last.n != row.n else ""
+        share = "" if row.spec == "full" else _share(row.state_bytes, row.cache_bytes)
+        chunks, call = row.chunk_seconds, row.call_seconds
+        prefill = "" if chunks is None or call is None else f"{chunks / call:.2f}×"
+        size = f"{row.state_bytes / 2**20:,.2f} MiB"
+        peak = "" if not row.chunk_memory or not row.call_memory else _peak(row.chunk_memory, row.call_memory)
+        result.add_row(length, name, seconds(row.seconds), against(row.ratio), size, share, prefill, peak)
+    return result
+
+
+def _share(state: int, cache: int) -> str:
+    return f"1/{cache / state:,.0f}" if state < cache else f"{state / cache:.1f}×"
+
+
+def _peak(chunks: int, call: int) -> str:
+    return f"{chunks / 2**20:,.0f} of {call / 2**20:,.0f} MiB"

@@ -67,7 +67,7 @@ def compare(
         check_settings(name, chosen, recipe)
         check_mechanisms(name, [one for spec in specs for one in spec.split("|")], chosen, recipe)
         check_data(name, data, chosen, recipe)
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     from subquad.training.compare import Comparison, check, prepare

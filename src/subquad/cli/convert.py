@@ -288,6 +288,6 @@ def _check_new(folder: Path) -> None:
 
 
 def _quiet() -> None:
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()

@@ -88,7 +88,7 @@ def _trained(run: Path, text: Path, path: Path, layers: str | None) -> None:
     check_output(path)
     read_text(text)
     wanted = None if layers is None else _numbers(layers)
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     from subquad.explorer.trained import read_run

@@ -91,7 +91,7 @@ def reproduce(
     check_out(folder)
     check_possible(chosen, recipe)
     _check_data(chosen, recipe, data)
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     from subquad.reproductions.earlier import read_earlier

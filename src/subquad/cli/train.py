@@ -101,7 +101,7 @@ def check_one_rate(task: str, attention: str, settings: Sequence[str]) -> None:
 def make_run(task: str, specs: list[str], recipe: str, settings: Any, seed: int, folder: Path, data: Path | None):
     """Everything that can be wrong with a request is found here, before anything is loaded or written."""
     made = make_task(task, recipe, tuple(settings or ()), data, seed)
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     from subquad.training.run import Run

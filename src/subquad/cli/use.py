@@ -1,4 +1,4 @@
-"""`subquad eval`, `predict`, `generate`: what a trained model can do."""
+"""`subquad eval`, `predict`, `generate`, `sample`: what a trained model can do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.progress import Progress
 
 from subquad.cli.train import Data
 from subquad.core.console import complain, err, out
@@ -25,6 +26,7 @@ def add_to(app: typer.Typer) -> None:
         predict
     )
     app.command(epilog="Example: subquad generate out/train/lm-bytes/full/seed0 --prompt 'To be'")(generate)
+    app.command(epilog="Example: subquad sample out/train/image-density/combiner-axial/seed0 -o sample.png")(sample)
 
 
 def evaluate(
@@ -37,7 +39,7 @@ def evaluate(
     if part not in ("test", "valid", "train"):
         raise typer.BadParameter(f"--part must be test, valid or train, not {part!r}")
     model_folder(model)  # a wrong one is refused before torch is loaded
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     from subquad.training import use
@@ -66,7 +68,7 @@ def predict(
     if text is not None and file is not None:
         raise typer.BadParameter("give either a text or --file, not both")
     model_folder(model)  # a wrong one is refused before torch is loaded
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     from subquad.data.files import opened
@@ -106,7 +108,7 @@ def generate(
     if not prompt:
         raise typer.BadParameter("--prompt is empty: give the model at least one character to continue")
     model_folder(model)  # a wrong one is refused before torch is loaded
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     from subquad.training import use
@@ -120,3 +122,33 @@ def generate(
     print(flush=True)
     seconds = time.perf_counter() - start
     err().print(f"{count} tokens, {count / max(seconds, 1e-9):.1f} tokens per second")
+
+
+def sample(
+    model: Annotated[Path, typer.Argument(help="Folder of a finished run of the task image-density, or of its model.")],
+    png: Annotated[Path, typer.Option("-o", "--out", help="File for the pictures, side by side.")] = Path("sample.png"),
+    count: Annotated[int, typer.Option(min=1, help="Number of pictures.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Below 1, likely values are drawn more often.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random draws.")] = 0,
+) -> None:
+    """Sample pictures from a trained density model, value by value. A picture of 32 × 32 pixels takes minutes."""
+    if png.suffix.lower() != ".png" or not png.parent.is_dir():
+        raise typer.BadParameter(f"--out must be a .png file in a folder that exists, not {png}")
+    model_folder(model)
+    from subquad.training.start import quiet
+
+    quiet()
+    import numpy as np
+    from matplotlib.image import imsave
+
+    from subquad.training import use
+
+    trained, task = use.load(model)
+    if not hasattr(task, "sample"):
+        raise ValueError(f"{model}: sample needs a model of the task image-density, and this is one of {task.name}")
+    with Progress(console=err(), transient=True, disable=not err().is_terminal) as progress:
+        bar = progress.add_task("drawing", total=task.recipe.length - 1)
+        tell = lambda done, total: progress.update(bar, completed=done)  # noqa: E731
+        pictures = task.sample(trained, count, seed, temperature, tell)
+    imsave(png, np.concatenate(pictures, 1))
+    out().print(f"picture: {png}", soft_wrap=True)

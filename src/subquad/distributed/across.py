@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.attention.base import Attention
-from subquad.attention.call import Call, Record, draw_seed
+from subquad.attention.call import Call, Record, clean, draw_seed, repeat_heads
 from subquad.attention.checks import checked_seed
-from subquad.attention.rows import clean, repeat_heads
 from subquad.core.hashing import seed_from
 from subquad.distributed import exchange, merging, ring
 from subquad.distributed.groups import Group

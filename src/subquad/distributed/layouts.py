@@ -1,6 +1,10 @@
 """How a batch is divided: how long the whole sequence is, who has which places of it, and what is padding.
 
 Processes agree on it once per forward pass of a model (`sequence_parallel` does), or once per call of a mechanism.
+
+Padding between the tokens of a row: a model closes such gaps before its attention sees the row, so a token may belong
+to another process than the one it was given to. Tokens move once, before the model, and outputs move back behind it
+(`Closing`): in between rows are solid, and padding stands at their end.
 """
 
 from __future__ import annotations
@@ -8,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from subquad.distributed import exchange
 from subquad.distributed.groups import Group
 from subquad.kernels import devices
+from subquad.packing import closed_order, has_gaps
 from subquad.supports.shards import Cut, Range, divide
 
 _current: ContextVar[Layout | None] = ContextVar("layout", default=None)
@@ -159,3 +165,45 @@ def _device(group: Group, device: torch.device) -> torch.device:
     if dist.is_initialized() and dist.get_backend(group.group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return devices.with_contents(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Closing:
+    """How the rows of a batch are closed and opened again."""
+
+    layout: Layout  # the batch as it came
+    order: Tensor  # int64 (B, n): the slot whose token stands at each place of a closed row
+
+    @classmethod
+    def of(cls, layout: Layout) -> Closing | None:
+        """None where no row has a gap."""
+        if layout.key_mask is None or not has_gaps(layout.key_mask):
+            return None
+        return cls(layout, closed_order(layout.key_mask))
+
+    @property
+    def inside(self) -> Layout:
+        """The batch as the model sees it."""
+        assert self.layout.key_mask is not None
+        return replace(self.layout, key_mask=self.layout.key_mask.gather(1, self.order))
+
+    def close(self, x: Any) -> Any:
+        """This process's part of closed rows, from its slots (B, t, …); what is no such tensor stays as it is."""
+        return self._moved(x, self.order)
+
+    def open(self, x: Any) -> Any:
+        """The slots of this process again, from its part of closed rows; also inside of tuples."""
+        if isinstance(x, tuple):
+            return tuple(self.open(each) for each in x)
+        return self._moved(x, torch.argsort(self.order, dim=1)) if _has_width(x) else x
+
+    def _moved(self, x: Any, order: Tensor) -> Any:
+        if not isinstance(x, Tensor) or x.shape[:2] not in ((len(order), self.layout.length), (1, self.layout.length)):
+            return x
+        x = x.expand(len(order), *x.shape[1:])
+        return exchange.reorder(self.layout.group, x, order.to(x.device), self.layout.slots(x.device))
+
+
+def _has_width(x: Any) -> bool:
+    """Is it one vector per token? Outputs (B, classes) are no tokens, whatever their sizes."""
+    return isinstance(x, Tensor) and x.dim() > 2

@@ -15,9 +15,8 @@ from subquad.attention.registry import available, mechanism
 from subquad.core.hashing import dropout_factors
 from subquad.distributed import exchange
 from subquad.distributed.across import Across
-from subquad.distributed.gaps import Closing
 from subquad.distributed.groups import Group
-from subquad.distributed.layouts import Layout, agree, current, enter, leave
+from subquad.distributed.layouts import Closing, Layout, agree, current, enter, leave
 
 IGNORED = -100  # a label that does not count
 BUCKET = 1 << 25  # bytes of gradients that are averaged at a time

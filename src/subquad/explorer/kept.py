@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from subquad.explorer.blobs import Blob, progressions
+from subquad.explorer.page import Blob, progressions
 
 ROWS = 256  # queries at a time
 DEEPEST = 64  # most weights of a query that are kept

@@ -13,9 +13,9 @@ from subquad.attention.base import Attention
 from subquad.attention.registry import available, mechanism
 from subquad.core.numbers import possible_pairs
 from subquad.explorer import grid
-from subquad.explorer.blobs import Blob, pack_bits, pack_cells, progressions
 from subquad.explorer.costs import LENGTHS as COST_LENGTHS
 from subquad.explorer.costs import cost
+from subquad.explorer.page import Blob, pack_bits, pack_cells, progressions
 from subquad.plots import KINDS, panels, tally
 from subquad.theory.hops import hops
 from subquad.theory.sets import Family, read

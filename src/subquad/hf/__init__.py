@@ -10,9 +10,8 @@ Importing this package registers the attention "subquad" with transformers' Atte
 AttentionMaskInterface, and lets a model whose config holds the record of a conversion make its mechanisms again.
 """
 
-from subquad.hf.conversion import convert, converted_layers, revert
+from subquad.hf.conversion import convert, converted_layers, restore_on_load, revert
 from subquad.hf.interface import register_interface
-from subquad.hf.restoring import restore_on_load
 
 register_interface()
 restore_on_load()

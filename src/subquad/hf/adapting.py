@@ -24,10 +24,9 @@ from subquad.core.files import write_atomically
 from subquad.hf.conversion import converted_layers
 from subquad.hf.fitting import body, fit_loss, tune_backward, watch_original
 from subquad.hf.interface import watching
+from subquad.hf.layers import NAME
 from subquad.hf.lowrank import add_updates, merge_updates
-from subquad.hf.naming import NAME
-from subquad.hf.numbers import hide_numbers
-from subquad.hf.texts import windows
+from subquad.hf.texts import hide_numbers, windows
 
 CHECKPOINT, LOG, SETTINGS = "adapt.pt", "adapt.jsonl", "adapt.json"
 Tell = Callable[[dict[str, Any]], None]

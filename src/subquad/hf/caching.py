@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from subquad.attention.base import Attention
 from subquad.attention.states import State
-from subquad.hf.naming import NAME
+from subquad.hf.layers import NAME
 
 ROLLBACK = 32  # tokens that can be cropped: more than assisted decoding proposes unless it is told to
 

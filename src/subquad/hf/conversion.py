@@ -1,10 +1,15 @@
-"""`convert`: another attention in the layers of a pretrained transformers model, in place."""
+"""`convert`: another attention in the layers of a pretrained transformers model, in place.
+
+`from_pretrained` of a converted model: its mechanisms are made before the weights are loaded into them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -13,8 +18,7 @@ from subquad.attention.registry import attention, mechanism
 from subquad.core.options import split_spec
 from subquad.hf.caching import install_states
 from subquad.hf.heads import KEPT, check_heads, check_layers
-from subquad.hf.layers import Layer, attention_layers, check_layer, check_model
-from subquad.hf.naming import NAME
+from subquad.hf.layers import NAME, Layer, attention_layers, check_layer, check_model
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 Specs = str | Mapping[int, str]
@@ -179,3 +183,34 @@ def _given(spec: str, options: Mapping[str, Any], number: int) -> dict[str, Any]
 def _base_name(model: PreTrainedModel, name: str) -> str:
     """The name inside the base model: what is saved with a head may be loaded without, and the reverse."""
     return name.removeprefix(f"{model.base_model_prefix}.") if model.base_model_prefix else name
+
+
+def restore_on_load() -> None:
+    """transformers ends the construction of every model with `post_init`: there the record in the config is read."""
+    original: Any = PreTrainedModel.post_init
+    if getattr(original, "_subquad", False):
+        return
+
+    @wraps(original)
+    def post_init(self: PreTrainedModel) -> None:
+        restore(self)
+        original(self)
+
+    post_init._subquad = True  # type: ignore[attr-defined]
+    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Make the mechanisms that the record names and the model does not hold yet."""
+    record = getattr(model.config, NAME, None)
+    if not record:
+        return
+    layers = {layer.name: layer for layer in attention_layers(model)}
+    for name, choice in record.items():
+        layer = layers.get(name) or layers.get(f"{model.base_model_prefix}.{name}")
+        if layer is None or getattr(layer.module, NAME, None) is not None:
+            continue  # an outer model: the inner one has made it
+        with torch.device("cpu"):  # also while everything else waits on the meta device for its weights
+            attach(layer.module, make(layer, choice["attention"], choice["options"], choice.get(KEPT, ())))
+    if any(getattr(layer.module, NAME, None) is not None for layer in layers.values()):
+        use_interface(model)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.hf.original import original
+from subquad.hf.lowrank import original
 
 BLOCK = 256  # positions whose logits exist at the same time
 

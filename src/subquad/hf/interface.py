@@ -26,9 +26,9 @@ from transformers.masking_utils import (
 )
 
 from subquad.attention.base import Attention
-from subquad.attention.rows import repeat_heads
+from subquad.attention.call import repeat_heads
 from subquad.hf.heads import full_heads, joined, split
-from subquad.hf.naming import NAME
+from subquad.hf.layers import NAME
 from subquad.kernels.values import may_look
 
 UNKNOWN_TERMS = {  # what other attention functions are handed and no mechanism has a place for

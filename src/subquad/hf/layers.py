@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
+NAME = "subquad"  # of three things: the attention function, the mechanism inside a layer, the record in the config
+
 
 class Layer(NamedTuple):
     """An attention layer that calls transformers' AttentionInterface."""

@@ -1,13 +1,21 @@
-"""Low-rank updates of a layer's projections (Hu et al. 2021): W + B A, merged into W at the end."""
+"""Low-rank updates of a layer's projections (Hu et al. 2021): W + B A, merged into W at the end.
+
+And the original inside a converted model: the same weights with full attention, without a second copy of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
+
+from subquad.attention.base import Attention
+from subquad.hf.layers import NAME
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "c_attn", "qkv_proj", "query_key_value")
 
@@ -47,3 +55,23 @@ def merge_updates(model: nn.Module) -> None:
         added: Any = part.parametrizations if parametrize.is_parametrized(part, "weight") else None
         if added is not None and isinstance(added.weight[0], LowRank):
             parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)
+
+
+@contextmanager
+def original(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it computed before it was converted: full attention, no low-rank updates."""
+    holders = [
+        (part, part._modules[NAME]) for part in model.modules() if isinstance(part._modules.get(NAME), Attention)
+    ]
+    updates = [part for part in model.modules() if isinstance(part, LowRank)]
+    for part, _ in holders:
+        part._modules[NAME] = None
+    for update in updates:
+        update.active = False
+    try:
+        yield
+    finally:
+        for part, mechanism in holders:
+            part._modules[NAME] = mechanism
+        for update in updates:
+            update.active = True

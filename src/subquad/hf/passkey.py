@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from subquad.hf.fitting import body
-from subquad.hf.layers import attention_layers
-from subquad.hf.naming import NAME
-from subquad.hf.original import original
+from subquad.hf.layers import NAME, attention_layers
+from subquad.hf.lowrank import original
 from subquad.hf.texts import tokens
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from subquad.core.memory import peak, reset_peak
 from subquad.hf.fitting import body
 from subquad.hf.interface import watching
-from subquad.hf.original import original
+from subquad.hf.lowrank import original
 
 BLOCK = 512  # positions whose logits exist at the same time
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from subquad.kernels.derivatives import derive
+from subquad.kernels.operators import derive
 
 
 @torch.library.custom_op("subquad::running_max", mutates_args=())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from subquad.kernels.matrices import fits, matrix, ready
+from subquad.kernels.parallel import Workers, fits, matrix, ready
 from subquad.kernels.vectors import dot
-from subquad.kernels.workers import Workers
 
 CHUNK = 64  # tokens of a task
 

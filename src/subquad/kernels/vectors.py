@@ -18,9 +18,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from subquad.kernels.parallel import called, inline
+from subquad.kernels.parallel import BYTES, called, inline
 
-BYTES = 32  # of a vector
 WORD = ir.IntType(64)
 
 

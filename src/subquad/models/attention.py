@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
-from subquad.attention.call import Record, draw_seed
+from subquad.attention.call import Record, draw_seed, repeat_heads
 from subquad.attention.registry import attention as make_attention
-from subquad.attention.rows import repeat_heads
 from subquad.kernels.affine import apply_linear, apply_linears
 from subquad.models.cache import StateLayer
 from subquad.models.config import SubquadConfig

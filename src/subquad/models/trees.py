@@ -5,7 +5,7 @@
     output = step.module()(input_ids=ids, past_key_values=cache)    then with output.past_key_values, and so on
 
 The leaves are the buffers of the states, the lengths of the rows, and the number of slots, a tensor too: one graph
-serves every step. What the cache remembers of the tokens themselves (`subquad.models.past`) is left out, and the sizes
+serves every step. What the cache remembers of the tokens themselves (`Past`) is left out, and the sizes
 of a memory are its mechanism's to say again. The rest is plain JSON, so a program can be saved.
 """
 

@@ -15,7 +15,7 @@ from subquad.attention.registry import for_length
 from subquad.models.attention import AttentionLayer, Projections
 from subquad.models.blocks import Block
 from subquad.plots import cells, panels, shades
-from subquad.training.quiet import quiet
+from subquad.training.start import quiet
 from subquad.training.use import load
 
 PICTURE = 64  # tokens in the picture of a mechanism, more where its spans are longer than that

@@ -174,7 +174,7 @@ def collect(plan: Plan) -> dict[str, dict[str, Any]]:
 
 def _plateau(comparison: Comparison) -> Any:
     """The plateau as `check` found it when the comparison began."""
-    from subquad.training.plateau import Plateau
+    from subquad.tasks.guessing import Plateau
 
     path = comparison.out / "comparison.json"
     found = log.read_json(path).get("plateau") if path.exists() else None
@@ -182,7 +182,7 @@ def _plateau(comparison: Comparison) -> Any:
 
 
 def _cell(comparison: Comparison, spec: str, column: Column, plateau: Any) -> dict[str, Any] | None:
-    from subquad.training.plateau import left_at
+    from subquad.tasks.guessing import left_at
 
     rate = comparison.chosen(spec)
     if comparison.rates and rate is None:

@@ -26,7 +26,7 @@ from subquad.core.memory import peak, reset_peak
 from subquad.hf import texts
 from subquad.hf.caching import cache_bytes
 from subquad.hf.loading import load
-from subquad.hf.original import original
+from subquad.hf.lowrank import original
 from subquad.hf.passkey import passkey
 from subquad.hf.perplexity import measure
 from subquad.studies.conversion_tables import ADAPTED, ALONE, SHOWN
@@ -51,7 +51,7 @@ def show(
     tries: int,
 ) -> None:
     """The command `subquad study conversion`."""
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     found, tokenizer = load(model)

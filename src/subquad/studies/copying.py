@@ -32,7 +32,7 @@ def accuracies(out: Path, steps: int, depths: tuple[int, ...], patterns: tuple[s
 def show(out: Path, steps: int, depth: int) -> None:
     """Accuracy on the copying task for 1, 2, … layers of full, STRIDED and FIXED attention (table 1 of Yun et al.)."""
     from subquad.core.console import out as console
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     depths = tuple(range(1, depth + 1))

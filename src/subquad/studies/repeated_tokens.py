@@ -57,7 +57,7 @@ def draw_training(out: Path, attentions: Iterable[str]) -> Path:
 def show(out: Path, names: list[str], settings: Sequence[str], seed: int) -> None:
     """The command `subquad study repeated-tokens`."""
     from subquad.core.console import out as console
-    from subquad.training.quiet import quiet
+    from subquad.training.start import quiet
 
     quiet()
     for name, result in results(out, names, tuple(settings), seed).items():

@@ -43,6 +43,8 @@ def draw_slice_cost(
     """Figure 4: cost, and tokens per abstraction, over the length. Writes a PNG and returns its path."""
     from matplotlib.figure import Figure
 
+    from subquad.plots import save
+
     lengths = [1 << power for power in range(8, longest.bit_length())]
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
     cost, share = figure.subplots(1, 2)
@@ -58,10 +60,7 @@ def draw_slice_cost(
     cost.set(xlabel="length N", ylabel="pairs of query and key", title="cost", xscale="log", yscale="log")
     share.set(xlabel="length N", ylabel="tokens", title="tokens per abstraction", xscale="log", yscale="log")
     cost.legend(fontsize=7)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    return path
+    return save(figure, path, dpi=130)
 
 
 def show(png: Path) -> None:

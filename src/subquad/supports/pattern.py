@@ -11,7 +11,7 @@ A_k ∩ {0 … k}, with the self-loop, and the sets of query k depend on k and t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,7 @@ from subquad.core.numbers import possible_pairs
 from subquad.supports.kept import EVERYTHING, Kept, Ranges
 from subquad.supports.parts import Grid, Part, Plan, make_plan
 from subquad.supports.placed import Placed
-from subquad.supports.support import Support, Within
+from subquad.supports.support import GivenSupport, Support, Within
 
 ROWS = 1024  # masks of long sequences are made this many rows at a time
 COMMON = "common-"  # before the name of a plan: without the pairs that depend on the length
@@ -226,3 +226,34 @@ class _Masked(Part):
     def allowed(self) -> np.ndarray:
         assert self.mask is not None
         return self.mask[None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Custom(GivenSupport, Pattern):
+    """A user's own sets: `masks(n)` gives the p masks of length n, bool (p, n, n). A function of one's own may look at
+    the length: who does not says so by `nested`.
+    """
+
+    masks: Callable[[int], Tensor]
+    families: int = 1
+    nested: bool = False
+
+    @property
+    def is_nested(self):
+        return self.nested
+
+    @property
+    def longest(self):
+        return getattr(self.masks, "length", None)
+
+    def named(self, family, i):
+        """From the sets of the one length that they are given for, or of one that seldom changes."""
+        n = self.longest or 1 << int(i.max()).bit_length()
+        if int(i.max()) >= n:
+            raise ValueError(f"pattern: sets are for {n} tokens, position {int(i.max())} is beyond")
+        return self._named(family, i, n)
+
+    def rows(self, n, family, first, last):
+        seen = self.masks(n)[:, first:last].cpu().numpy()  # (p, rows, n)
+        seen = seen.any(0) if family is None else seen[family]
+        return seen & (np.arange(n) <= np.arange(first, last)[:, None]) if self.causal else seen

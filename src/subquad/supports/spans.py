@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from subquad.supports.builders import CHUNKS, diagonal, rows_to_keys, window_block, windows
 from subquad.supports.kept import Kept, first_ones, recent
@@ -53,161 +53,22 @@ def _within_spans(self: Any, which: str, length: Any) -> Within | None:
 class Fixed(Partition):
     """Section 4.1: the query's span of s tokens directly, every other span (causal: every earlier one) a group.
 
-    Eq. 10 is 1-based, says "mod" for "div" and drops the first span; here span(j) = ⌊j/s⌋ and all spans count.
+    Eq. 10 is 1-based, says "mod" for "div" and drops the first span; here span(j) = ⌊j/s⌋ and all spans count. The sets
+    are written for any `depth`, of which this is 1: see `Tree`.
     """
 
     span: int | None = None
+    depth: ClassVar[int] = 1
 
     def sized(self, n):
-        return replace(self, span=self.span or default_span(n))
-
-    def direct(self, n, i):
-        s = self.span or default_span(n)
-        return range(i // s * s, i + 1 if self.causal else min(n, i // s * s + s))
-
-    def groups(self, n, i):
-        s = self.span or default_span(n)
-        last = i // s if self.causal else -(-n // s)
-        return [_block(n, s, 1, a) for a in range(last) if a != i // s]
-
-    def group_sets(self, n):
-        return (GroupSet("spans", self.span),)
-
-    def plan(self, n, which):
-        return Tree(causal=self.causal, span=self.span, depth=1).plan(n, which)
-
-    def within(self, which, length):
-        return Tree(causal=self.causal, span=self.span, depth=1).within(which, length)
-
-    def kept(self, margin):
-        return Tree(causal=self.causal, span=self.span, depth=1).kept(margin)
-
-    def sees(self, source, i, entry):
-        return Tree(causal=self.causal, span=self.span, depth=1).sees(source, i, entry)
-
-    def ranges(self, i):
-        return Tree(causal=self.causal, span=self.span, depth=1).ranges(i)
-
-    def begin(self, i):
-        return i // self.span * self.span
-
-
-@dataclass(frozen=True, kw_only=True)
-class Window(Partition):
-    """A sliding window over spans: the first `sinks` tokens directly, and every token from the start of the span that
-    contains i - window + 1 up to i (bidirectional: to the end of the span that contains i + window - 1); every other
-    span (causal: every complete one before that) is a group. A sink is in no group. window=1, sinks=0 is `Fixed`.
-    """
-
-    span: int | None = None
-    window: int = 256
-    sinks: int = 0
-
-    def sized(self, n):
-        return replace(self, span=self.span or default_span(n))
-
-    def near(self, n: int, i: int) -> range:
-        """The window, rounded to whole spans."""
-        s = self.span or default_span(n)
-        first = max(0, (i - self.window + 1) // s * s)
-        return range(first, i + 1 if self.causal else min(n, (i + self.window - 1) // s * s + s))
-
-    def direct(self, n, i):
-        near = self.near(n, i)
-        sinks = range(min(n, self.sinks, i + 1) if self.causal else min(n, self.sinks))
-        return [*(j for j in sinks if j not in near), *near]
-
-    def groups(self, n, i):
-        s, near = self.span or default_span(n), self.near(n, i)
-        blocks = (_span(n, s, a, self.sinks) for a in range(-(-n // s)))
-        past = (block for block in blocks if block.over and (not self.causal or block.over[-1] < near.start))
-        return [block for block in past if block.over[0] not in near]
-
-    def group_sets(self, n):
-        return (GroupSet("spans", self.span, skip=self.sinks),)
-
-    def plan(self, n, which):
-        s, w, causal = self.span, self.window, self.causal
-        assert s is not None
-        if which.startswith("from:"):
-            return self._continued(n, int(which.removeprefix("from:")))
-        if which != "main":
-            return span_members(n, s, self.sinks)
-        rule = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0 if causal else w - 1, "past": causal}
-        block = -(-window_block(w) // s) * s  # whole spans: then all blocks have the same mask
-        reach = windows(0, n, w + s - 2, 0 if causal else w + s - 2, block=block)
-        parts = [replace(p, **rule) for p in reach]
-        sinks = min(self.sinks, n)
-        parts += [
-            replace(p, **{**rule, "rule": NOT_NEAR})
-            for p in rows_to_keys(range(n), range(sinks), hi=-w if causal else n, positions=range(sinks))
-        ]
-        begin = self.sinks // s  # spans of sinks alone are no keys
-        ends = range(s - 1, s * -(-n // s), s)[begin:]
-        seen = {"hi": -w} if causal else {"xlo": 1 - w, "xhi": w + s - 2}
-        parts += rows_to_keys(range(n), range(-(-n // s))[begin:], positions=ends, source=1, **seen)
-        return make_plan(parts, n)
-
-    within = _within_spans
-
-    def kept(self, margin):
-        near = recent(self.window + self.span - 2, margin)
-        sinks = (first_ones(self.sinks),) if self.sinks else ()
-        return (*sinks, near, Kept(1, unit=self.span))
-
-    def _continued(self, n: int, before: int) -> Plan:
-        """ "from:a" is "main" for n causal tokens that a spans stand before, the sinks among them: sources 1 and 2."""
-        s, w = self.span, self.window
-        assert s is not None
-        rule: dict[str, Any] = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0, "past": True}
-        reach = windows(0, n, w + s - 2, 0, block=-(-window_block(w) // s) * s)
-        spans = range(self.sinks // s, before + n // s)
-        ends = range(s * (spans.start + 1 - before) - 1, s * (spans.stop - before), s)  # counted from the first token
-        parts = [replace(p, **rule) for p in reach] + rows_to_keys(range(n), range(self.sinks), source=2)
-        return make_plan(parts + rows_to_keys(range(n), spans, positions=ends, source=1, hi=-w), n)
-
-    def ranges(self, i):
-        near = max(self.begin(i), self.sinks)
-        runs = [range(min(self.sinks, i + 1))] if self.sinks else []
-        runs += [range(near, i + 1), range(self.sinks // self.span, self.begin(i) // self.span)]
-        return list(enumerate(runs))
-
-    def begin(self, i):
-        return max(0, (i - self.window + 1) // self.span * self.span)
-
-    def sees(self, source, i, entry):
-        s = self.span
-        near = ((i - self.window + 1) // s * s).clamp(min=0)
-        if source:
-            return (entry + 1) * s <= near
-        return (entry <= i) & ((entry >= near) | (entry < self.sinks))
-
-
-@lru_cache(maxsize=4096)
-def _span(n: int, s: int, a: int, sinks: int) -> Group:
-    return Group(range(max(a * s, min(sinks, a * s + s)), min(n, a * s + s)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tree(Partition):
-    """The remark in section 3.1: groups of groups. Level t has blocks of s^t tokens, t = 1 … depth.
-
-    Query i attends directly to its own block of s tokens, at level t < depth to the other blocks of s^t inside its
-    own block of s^(t+1), at the top to all other blocks. A block of level t > 1 is a group of its blocks of level
-    t-1. Causal: up to i, and earlier blocks only. depth=1 is `Fixed`; s ≈ n^(1/(depth+1)).
-    """
-
-    span: int | None = None
-    depth: int = 2
-
-    def sized(self, n):
-        return replace(self, span=self.span or max(2, default_span(n, self.depth)))
+        return replace(self, span=self.branch(n))
 
     def branch(self, n: int) -> int:
-        return self.span or max(2, default_span(n, self.depth))
+        return self.span or default_span(n)
 
     def direct(self, n, i):
-        return Fixed(span=self.branch(n), causal=self.causal).direct(n, i)
+        s = self.branch(n)
+        return range(i // s * s, i + 1 if self.causal else min(n, i // s * s + s))
 
     def groups(self, n, i):
         s, found = self.branch(n), []
@@ -320,6 +181,117 @@ class Tree(Partition):
                     ends = Grid(first + size - 1, blocks, parent, seen, size)
                     parts.append(Part(queries, keys, level, ends, **rule))
         return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree(Fixed):
+    """The remark in section 3.1: groups of groups. Level t has blocks of s^t tokens, t = 1 … depth.
+
+    Query i attends directly to its own block of s tokens, at level t < depth to the other blocks of s^t inside its
+    own block of s^(t+1), at the top to all other blocks. A block of level t > 1 is a group of its blocks of level
+    t-1. Causal: up to i, and earlier blocks only. depth=1 is `Fixed`; s ≈ n^(1/(depth+1)).
+    """
+
+    depth: int = 2  # type: ignore[misc]
+
+    def branch(self, n: int) -> int:
+        return self.span or max(2, default_span(n, self.depth))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window(Partition):
+    """A sliding window over spans: the first `sinks` tokens directly, and every token from the start of the span that
+    contains i - window + 1 up to i (bidirectional: to the end of the span that contains i + window - 1); every other
+    span (causal: every complete one before that) is a group. A sink is in no group. window=1, sinks=0 is `Fixed`.
+    """
+
+    span: int | None = None
+    window: int = 256
+    sinks: int = 0
+
+    def sized(self, n):
+        return replace(self, span=self.span or default_span(n))
+
+    def near(self, n: int, i: int) -> range:
+        """The window, rounded to whole spans."""
+        s = self.span or default_span(n)
+        first = max(0, (i - self.window + 1) // s * s)
+        return range(first, i + 1 if self.causal else min(n, (i + self.window - 1) // s * s + s))
+
+    def direct(self, n, i):
+        near = self.near(n, i)
+        sinks = range(min(n, self.sinks, i + 1) if self.causal else min(n, self.sinks))
+        return [*(j for j in sinks if j not in near), *near]
+
+    def groups(self, n, i):
+        s, near = self.span or default_span(n), self.near(n, i)
+        blocks = (_span(n, s, a, self.sinks) for a in range(-(-n // s)))
+        past = (block for block in blocks if block.over and (not self.causal or block.over[-1] < near.start))
+        return [block for block in past if block.over[0] not in near]
+
+    def group_sets(self, n):
+        return (GroupSet("spans", self.span, skip=self.sinks),)
+
+    def plan(self, n, which):
+        s, w, causal = self.span, self.window, self.causal
+        assert s is not None
+        if which.startswith("from:"):
+            return self._continued(n, int(which.removeprefix("from:")))
+        if which != "main":
+            return span_members(n, s, self.sinks)
+        rule = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0 if causal else w - 1, "past": causal}
+        block = -(-window_block(w) // s) * s  # whole spans: then all blocks have the same mask
+        reach = windows(0, n, w + s - 2, 0 if causal else w + s - 2, block=block)
+        parts = [replace(p, **rule) for p in reach]
+        sinks = min(self.sinks, n)
+        parts += [
+            replace(p, **{**rule, "rule": NOT_NEAR})
+            for p in rows_to_keys(range(n), range(sinks), hi=-w if causal else n, positions=range(sinks))
+        ]
+        begin = self.sinks // s  # spans of sinks alone are no keys
+        ends = range(s - 1, s * -(-n // s), s)[begin:]
+        seen = {"hi": -w} if causal else {"xlo": 1 - w, "xhi": w + s - 2}
+        parts += rows_to_keys(range(n), range(-(-n // s))[begin:], positions=ends, source=1, **seen)
+        return make_plan(parts, n)
+
+    within = _within_spans
+
+    def kept(self, margin):
+        near = recent(self.window + self.span - 2, margin)
+        sinks = (first_ones(self.sinks),) if self.sinks else ()
+        return (*sinks, near, Kept(1, unit=self.span))
+
+    def _continued(self, n: int, before: int) -> Plan:
+        """ "from:a" is "main" for n causal tokens that a spans stand before, the sinks among them: sources 1 and 2."""
+        s, w = self.span, self.window
+        assert s is not None
+        rule: dict[str, Any] = {"rule": NEAR, "span": s, "lo": 1 - w, "hi": 0, "past": True}
+        reach = windows(0, n, w + s - 2, 0, block=-(-window_block(w) // s) * s)
+        spans = range(self.sinks // s, before + n // s)
+        ends = range(s * (spans.start + 1 - before) - 1, s * (spans.stop - before), s)  # counted from the first token
+        parts = [replace(p, **rule) for p in reach] + rows_to_keys(range(n), range(self.sinks), source=2)
+        return make_plan(parts + rows_to_keys(range(n), spans, positions=ends, source=1, hi=-w), n)
+
+    def ranges(self, i):
+        near = max(self.begin(i), self.sinks)
+        runs = [range(min(self.sinks, i + 1))] if self.sinks else []
+        runs += [range(near, i + 1), range(self.sinks // self.span, self.begin(i) // self.span)]
+        return list(enumerate(runs))
+
+    def begin(self, i):
+        return max(0, (i - self.window + 1) // self.span * self.span)
+
+    def sees(self, source, i, entry):
+        s = self.span
+        near = ((i - self.window + 1) // s * s).clamp(min=0)
+        if source:
+            return (entry + 1) * s <= near
+        return (entry <= i) & ((entry >= near) | (entry < self.sinks))
+
+
+@lru_cache(maxsize=4096)
+def _span(n: int, s: int, a: int, sinks: int) -> Group:
+    return Group(range(max(a * s, min(sinks, a * s + s)), min(n, a * s + s)))
 
 
 @lru_cache(maxsize=4096)

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from subquad.attention.registry import check_direction, entry_of
-from subquad.core.declarations import declared
+from subquad.core.declarations import declared, item, keys, options_class
 from subquad.core.names import look_up, unknown
 from subquad.core.options import fields, split_spec
-from subquad.core.source_options import item, keys, options_class
 from subquad.core.spoken import argument
 
 if TYPE_CHECKING:

@@ -26,11 +26,10 @@ from subquad.core.files import write_atomically
 from subquad.core.options import split_spec
 from subquad.core.spoken import argument, given
 from subquad.tasks import task as make_task
-from subquad.tasks.guessing import guess
+from subquad.tasks.guessing import Plateau, find_plateau, guess, left_at
 from subquad.training import log, speed
 from subquad.training.callbacks import SIGNALS
 from subquad.training.lock import holder, locked, refusal
-from subquad.training.plateau import Plateau, find_plateau, left_at
 from subquad.training.rates import choose
 from subquad.training.run import Interrupted, Run, check_specs, make_arguments, slug, train, versions, was
 from subquad.training.run import clear as clear_run

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from subquad.core.spoken import again
-from subquad.distributed.faults import Members
+from subquad.distributed.groups import Members
 
 
 def to_resume() -> str:

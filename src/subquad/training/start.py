@@ -1,7 +1,10 @@
-"""How a run may start in a folder. Nothing here imports torch: the command line refuses a wrong start at once."""
+"""How a run may start: in which folder, and in silence. Nothing here imports torch: the command line refuses a wrong
+start at once.
+"""
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,3 +72,12 @@ def _found(out: Path, most: int = 3) -> str:
 def slug(spec: str) -> str:
     """A spec as a folder's name."""
     return "".join(letter if letter.isalnum() or letter in "-+=.," else "_" for letter in spec)
+
+
+def quiet() -> None:
+    """No log messages, progress bars or warnings about the future from transformers, accelerate and torch."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|accelerate|torch")

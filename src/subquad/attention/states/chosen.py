@@ -1,4 +1,6 @@
-"""States of all keys where the content decides who is seen: clusters, and blocks that suit a query best."""
+"""States of all keys where not the position alone decides who is seen: clusters, blocks that suit a query best, and
+patterns that name a few keys, which alone are read.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from subquad.attention.states.keys import Keys, factors_of
 from subquad.attention.states.state import Buffers, Chunk, grown, write
+from subquad.kernels.tables import UNION, named_keys
 from subquad.supports.kept import EVERYTHING, Ranges
 
 
@@ -67,3 +70,49 @@ class Labelled(Chosen):
 
     def choose(self, module, chunk, buffers, seen):
         return seen & (module.labels(chunk.q, chunk.k) == buffers["label"].mT)
+
+
+PAIRS = 1 << 20  # keys of all queries of a step that are copied at a time
+
+
+class NamedKeys(Keys):
+    """All keys, by position; the pattern names the keys of a query."""
+
+    def _step(self, module, chunk, buffers, length, seed):
+        buffers = self._written(module, chunk, buffers, length, length + chunk.added)
+        pattern = self.sees[0].pattern  # type: ignore[attr-defined]
+        families = tuple(UNION if sees.family is None else sees.family for sees in self.sees)  # type: ignore[attr-defined]
+        room = buffers["real"].shape[1] - 1
+        named = named_keys(chunk.position, pattern, families, room, chunk.even)  # (B, F, t, m)
+        step = max(1, PAIRS // max(1, named[:, :, 0].numel() * chunk.q.shape[1]))
+        outs = []
+        for first in range(0, named.shape[2], step):
+            piece = chunk if named.shape[2] <= step else chunk.part(first, first + step)
+            outs.append(self._read(module, piece, buffers, named[:, :, first : first + step], seed))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
+
+    def _read(self, module: Any, chunk: Chunk, buffers: Buffers, named: Tensor, seed: Tensor | None) -> Tensor:
+        b, h = chunk.q.shape[:2]
+        groups = buffers["k"].shape[1]
+        families = torch.tensor(self.families, device="cpu").to(named.device, non_blocking=True)
+        named = named[:, families] if len(self.sees) > 1 else named  # (B, H or 1, t, m)
+        place = named.clamp(0, buffers["real"].shape[1] - 1)  # what is behind the last token of a row has none
+        row = torch.arange(b, device=named.device).view(b, 1, 1, 1)
+        exists = (named >= 0) & buffers["real"][row, place]  # (B, H or 1, t, m)
+        head = torch.arange(h if len(self.sees) > 1 else groups, device=named.device).view(1, -1, 1, 1)
+        head = head // (h // groups) if len(self.sees) > 1 else head
+        keys, values = (buffers[name][row, head, place] for name in ("k", "v"))  # (B, H or G, t, m, d)
+        keys, values = (x.repeat_interleave(h // x.shape[1], 1) if x.shape[1] < h else x for x in (keys, values))
+        factors = None
+        if module.training and module.options.dropout:
+            factors = self._factors(module, chunk, named, seed)
+        return self._map(module, chunk.q, keys, values, exists, factors)
+
+    @staticmethod
+    def _map(module: Any, q: Tensor, keys: Tensor, values: Tensor, exists: Tensor, factors: Tensor | None) -> Tensor:
+        """Every query has keys of its own: (B, H, t, m, d)."""
+        work = torch.promote_types(q.dtype, torch.float32)
+        scores = (keys.to(work) @ q.to(work)[..., None])[..., 0] * module.options.softmax_scale  # (B, H, t, m)
+        weights = module.map_of_heads(scores, exists.expand(scores.shape))
+        weights = weights if factors is None else weights * factors
+        return (weights[..., None, :] @ values.to(work))[..., 0, :].to(q.dtype)

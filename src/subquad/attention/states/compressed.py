@@ -41,18 +41,16 @@ class Compressed(Memory):
         return buffers["exist"].shape[1] * self.rate - 1 if buffers else None
 
     def extend(self, module: Any, chunk: Chunk, state: State, project: Any = None) -> tuple[Tensor, Buffers]:
-        t, buffers, length, outs = chunk.k.shape[2], dict(state.buffers), state.length, []
+        buffers, length = dict(state.buffers), state.length
         if not torch.compiler.is_compiling():
             buffers = self.reserve(buffers, chunk.longest(length + chunk.added))
         if not buffers:
             buffers = self.empty(module, chunk, project)
-            if t > self.margin:
+            if chunk.k.shape[2] > self.margin:
                 return self._whole(module, chunk, buffers, state.seed, project)
-        for piece in chunk.pieces(self.margin):
-            out, buffers = self._step(module, piece, buffers, length, state.seed, project)
-            outs.append(out.to(chunk.k.dtype))
-            length = length + piece.added
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
+        return chunk.walked(
+            self.margin, buffers, length, lambda c, b, n: self._step(module, c, b, n, state.seed, project)
+        )
 
     def empty(self, module: Any, chunk: Chunk, project: Any) -> Buffers:
         x, work = chunk.k, torch.promote_types(chunk.k.dtype, torch.float32)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.keys import attend_kept
 from subquad.attention.states.replay import Replay, existing
 from subquad.attention.states.state import Buffers, Chunk, State, appended, write
 from subquad.attention.states.sums import every_head

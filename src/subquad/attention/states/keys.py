@@ -1,7 +1,8 @@
 """A state of keys: the tokens that a future query can name, in the slots that the support says (`supports.kept`).
 
 One buffer of keys and one of values hold all rows of slots side by side, and behind them one slot for what does not
-exist. New tokens are written first; then the new queries attend to the slots, under the mask of the definition.
+exist. New tokens are written first; then the new queries attend to the slots, under the mask of the definition: one
+softmax, or any probability map (`attend_kept`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,70 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.states.attending import attend_runs
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, put, shifted, taken, write
 from subquad.core.hashing import dropout_factors
-from subquad.kernels.values import readable
+from subquad.kernels.values import as_queries_are, readable
 from subquad.supports.kept import Kept, Ranges
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
+
+
+Map = Callable[[Tensor, Tensor], Tensor]
+
+
+def attend_kept(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, factors: Tensor | None = None, rho: Map | None = None
+) -> Tensor:
+    """q (B, H, t, d), k and v (B, H or H/g, m, d), seen bool (B, H or 1, t, m) → (B, H, t, d).
+
+    `factors` is what dropout multiplies the weights with, `rho` a map other than softmax. A query that sees nothing
+    gives 0, one that is not a number NaN. Half precision is computed in float32.
+    """
+    kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v = q.to(work), k.to(work), v.to(work)
+    if factors is None and rho is None:
+        return _fused(q, k, v, seen, scale).to(kind)
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+    scores = q @ k.mT * scale
+    if rho is None:
+        empty = ~seen.any(-1, keepdim=True)
+        weights = scores.masked_fill(~(seen | empty), -torch.inf).softmax(-1).masked_fill(empty, 0)
+    else:
+        weights = rho(scores, seen)
+    return ((weights if factors is None else weights * factors) @ v).to(kind)
+
+
+def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: list[slice], scale: float) -> Tensor:
+    """The same for queries (B, H, 1, d) that all see these runs of slots, softmax alone."""
+    kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    first, stop = min(run.start for run in runs), max(run.stop for run in runs)
+    q, k, v = q.to(work), k[:, :, first:stop].to(work), v[:, :, first:stop].to(work)
+    mask = None
+    if sum(run.stop - run.start for run in runs) < stop - first:
+        mask = torch.full((1, 1, 1, stop - first), -torch.inf, dtype=work, device=q.device)
+        for run in runs:
+            mask[..., run.start - first : run.stop - first].zero_()
+    grouped = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    return as_queries_are(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **grouped), q).to(kind)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    looks = readable(seen)
+    if looks and bool(seen.all()):
+        out = F.scaled_dot_product_attention(q, k, v, scale=scale, **grouped)
+        return as_queries_are(out, q)
+    empty = ~seen.any(-1, keepdim=True)  # (B, H or 1, t, 1)
+    if looks and not bool(empty.any()):
+        return as_queries_are(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, **grouped), q)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | empty, scale=scale, **grouped)
+    return as_queries_are(out, q).masked_fill(empty, 0)
+
 
 FIRST = 64  # slots of a new row of slots that grows
 SOURCE = 1 << 26  # dropout counts the entries of source s from s·SOURCE on, as `kernels.merge` does
@@ -103,11 +158,7 @@ class Keys(Memory):
             return self._one(module, chunk, buffers, length, even)
         if t > step and self.has_fast_path(module, chunk, state):
             return self.continued(module, chunk, buffers, first_length(chunk, state))
-        outs = []
-        for piece in chunk.pieces(step):
-            out, buffers, length = self._step(module, piece, buffers, length, state.seed)
-            outs.append(out)
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
+        return chunk.walked(step, buffers, length, lambda c, b, n: self._step(module, c, b, n, state.seed))
 
     # ---- rows of equal length, without padding and without gradients ----
 
@@ -193,14 +244,13 @@ class Keys(Memory):
 
     def _step(
         self, module: Attention, chunk: Chunk, buffers: Buffers, length: Tensor, seed: Tensor | None
-    ) -> tuple[Tensor, Buffers, Tensor]:
+    ) -> tuple[Tensor, Buffers]:
         after = length + chunk.added
         buffers = self._written(module, chunk, buffers, length, after)
         used = self._used(chunk, buffers, after)
         entries = self._entries(after, used)
         seen = self._seen(chunk.position, entries) & buffers["real"][:, None, None, :used]  # (B, H or 1, t, m)
-        out = self._attend(module, chunk, buffers, used, seen, entries, seed)
-        return out, buffers, after
+        return self._attend(module, chunk, buffers, used, seen, entries, seed), buffers
 
     def _written(self, module: Attention, chunk: Chunk, buffers: Buffers, length: Tensor, after: Tensor) -> Buffers:
         """The buffers with the new tokens."""

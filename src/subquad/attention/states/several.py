@@ -9,15 +9,7 @@ from torch import Tensor
 
 from subquad.attention.states.keys import Keys
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, smallest_room
-from subquad.attention.states.sums import (
-    RunningSum,
-    Terms,
-    dropped,
-    every_head,
-    existing,
-    quotient,
-    whole,
-)
+from subquad.attention.states.sums import SumsBeside, Terms, dropped, every_head, existing, quotient
 from subquad.core.hashing import dropout_factors
 
 if TYPE_CHECKING:
@@ -66,49 +58,6 @@ class Several(Memory):
 
     def room(self, buffers: Buffers) -> int | None:
         return smallest_room(memory.room(inner(buffers, f"{m}.")) for m, memory in enumerate(self.memories))
-
-
-class SumsBeside(Memory):
-    """Running sums, asked a piece of `margin` tokens at a time. A subclass says what they sum and what comes of it."""
-
-    def __init__(self, names: Sequence[str], margin: int) -> None:
-        self.margin = margin
-        self.sums = tuple(RunningSum(name, margin) for name in names)
-
-    def earliest(self, state: State) -> Tensor:
-        if not state.buffers:
-            return torch.zeros_like(state.length)
-        return state.buffers[f"{self.sums[0].name}base"]
-
-    def extend(self, module: Any, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
-        t, buffers, length, outs = chunk.q.shape[2], dict(state.buffers), state.length, []
-        if not buffers:
-            buffers = self.empty(module, chunk, state.seed)
-            if t > self.margin:
-                return whole(module, chunk, state.seed), self.fill(module, chunk, buffers, state)
-        for piece in chunk.pieces(self.margin):
-            out, buffers = self.step(module, piece, buffers, length, state.seed)
-            outs.append(out.to(chunk.q.dtype))
-            length = length + piece.added
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
-
-    def empty(self, module: Any, chunk: Chunk, seed: Tensor | None) -> Buffers:
-        found: Buffers = {}
-        for one, terms in zip(self.sums, self.terms(module, chunk.part(0, 1), seed), strict=True):
-            found |= one.empty(terms.b, terms.b.shape[3], terms.v.shape[3], False)
-        return found
-
-    def fill(self, module: Any, chunk: Chunk, buffers: Buffers, state: State) -> Buffers:
-        for one, terms in zip(self.sums, self.terms(module, chunk, state.seed), strict=True):
-            buffers = one.fill(buffers, terms, chunk)
-        return buffers
-
-    def terms(self, module: Any, chunk: Chunk, seed: Tensor | None) -> list[Terms]:
-        """What is summed; `a` may be left to `step`."""
-        raise NotImplementedError
-
-    def step(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, seed: Tensor | None):
-        raise NotImplementedError
 
 
 class Packed(SumsBeside):
@@ -169,7 +118,7 @@ class NearAndFar(SumsBeside):
 
     def step(self, module, chunk, buffers, length, seed):
         near, after = inner(buffers, "near."), length + chunk.added
-        out, near, _ = self.near._step(module, chunk, near, length, seed)
+        out, near = self.near._step(module, chunk, near, length, seed)
         seen = self.near.seen(chunk, near, after).any(-1)[:, 0]  # (B, t)
         first, *others = module.blended(out, ~seen)
         out, buffers = out * first, buffers | outer(near, "near.")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.attention.slicing import Composer, add_by_slice
-from subquad.attention.states.attending import attend_kept
+from subquad.attention.states.keys import attend_kept
 from subquad.attention.states.state import Buffers, put, taken
 from subquad.kernels.merge import merge_attention
 from subquad.supports.kept import Kept

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.attention.states.attending import attend_kept, attend_runs
-from subquad.attention.states.keys import SOURCE
+from subquad.attention.states.keys import SOURCE, attend_kept, attend_runs
 from subquad.attention.states.slice_runs import Run
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, read, write
 from subquad.core.hashing import dropout_factors

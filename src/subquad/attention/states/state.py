@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.core.sizes import show_bytes
+from subquad.core.memory import show_bytes
 from subquad.kernels.values import readable, require
 
 if TYPE_CHECKING:
@@ -66,6 +66,23 @@ class Chunk(NamedTuple):
         """One after the other, of at most `size` slots each."""
         t = self.k.shape[2]
         return [self] if t <= size else [self.part(first, first + size) for first in range(0, t, size)]
+
+    def walked(
+        self,
+        size: int,
+        buffers: Buffers,
+        length: Tensor,
+        step: Callable[[Chunk, Buffers, Tensor], tuple[Tensor, Buffers]],
+    ) -> tuple[Tensor, Buffers]:
+        """The outputs (B, H, t, d) of all pieces, and the buffers after them: `step` takes a piece, the buffers before
+        it, and the length (B,) of the rows before it.
+        """
+        outs = []
+        for piece in self.pieces(size):
+            out, buffers = step(piece, buffers, length)
+            outs.append(out.to(self.q.dtype))
+            length = length + piece.added
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
 
 
 class Memory:
@@ -294,7 +311,6 @@ def write(buffer: Tensor, slot: Tensor, new: Tensor) -> Tensor:
     new = new.to(buffer.dtype)  # autocast computes in a dtype of its own
     if buffer.dim() == 4:
         slot = slot[:, None, :, None].expand(new.shape)
-    new = new.to(buffer.dtype)  # autocast chooses a dtype of its own for products
     if torch.is_grad_enabled() or buffer.requires_grad:
         return buffer.scatter(buffer.dim() // 2, slot, new)
     return buffer.scatter_(buffer.dim() // 2, slot, new)

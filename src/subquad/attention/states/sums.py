@@ -7,6 +7,7 @@ S has all tokens but the last `margin`; these are kept as they are, so that they
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,16 +37,16 @@ class RunningSum:
     def __init__(self, name: str, margin: int) -> None:
         self.name, self.margin, self.size = name, margin, 2 * margin
 
-    def empty(self, like: Tensor, features: int, width: int, scaled: bool) -> Buffers:
-        b, h = like.shape[:2]
+    def empty(self, like: Terms) -> Buffers:
+        (b, h, _, features), width, place = like.b.shape, like.v.shape[3], like.b.new_zeros
         made = {
-            "sum": like.new_zeros(b, h, features, width),
-            "b": like.new_zeros(b, h, self.size + 1, features),
-            "v": like.new_zeros(b, h, self.size + 1, width),
-            "base": torch.zeros(b, dtype=torch.int64, device=like.device),
+            "sum": place(b, h, features, width),
+            "b": place(b, h, self.size + 1, features),
+            "v": place(b, h, self.size + 1, width),
+            "base": torch.zeros(b, dtype=torch.int64, device=like.b.device),
         }
-        if scaled:
-            made |= {"s": like.new_full((b, h, self.size + 1, 1), LOWEST), "top": like.new_full((b, h, 1, 1), LOWEST)}
+        if like.s is not None:
+            made |= {"s": place(b, h, self.size + 1, 1).fill_(LOWEST), "top": place(b, h, 1, 1).fill_(LOWEST)}
         return {self.name + key: x for key, x in made.items()}
 
     def scale_before(self, buffers: Buffers, length: Tensor) -> Tensor:
@@ -117,37 +118,62 @@ class RunningSum:
         return buffers | {self.name + key: x for key, x in new.items()}
 
 
-class Sums(Memory):
+class SumsBeside(Memory):
+    """Running sums, asked a piece of `margin` tokens at a time. A subclass says what they sum and what comes of it."""
+
+    def __init__(self, names: Sequence[str], margin: int) -> None:
+        self.margin = margin
+        self.sums = tuple(RunningSum(name, margin) for name in names)
+
+    def earliest(self, state: State) -> Tensor:
+        if not state.buffers:
+            return torch.zeros_like(state.length)
+        return state.buffers[f"{self.sums[0].name}base"]
+
+    def extend(self, module: Any, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
+        buffers, length = dict(state.buffers), state.length
+        if not buffers:
+            buffers = self.empty(module, chunk, state.seed)
+            if chunk.q.shape[2] > self.margin:
+                return whole(module, chunk, state.seed), self.fill(module, chunk, buffers, state)
+        return chunk.walked(self.margin, buffers, length, lambda c, b, n: self.step(module, c, b, n, state.seed))
+
+    def empty(self, module: Any, chunk: Chunk, seed: Tensor | None) -> Buffers:
+        found: Buffers = {}
+        for one, terms in zip(self.sums, self.terms(module, chunk.part(0, 1), seed), strict=True):
+            found |= one.empty(terms)
+        return found
+
+    def fill(self, module: Any, chunk: Chunk, buffers: Buffers, state: State) -> Buffers:
+        for one, terms in zip(self.sums, self.terms(module, chunk, state.seed), strict=True):
+            buffers = one.fill(buffers, terms, chunk)
+        return buffers
+
+    def terms(self, module: Any, chunk: Chunk, seed: Tensor | None) -> list[Terms]:
+        """What is summed; `a` may be left to `step`."""
+        raise NotImplementedError
+
+    def step(self, module: Any, chunk: Chunk, buffers: Buffers, length: Tensor, seed: Tensor | None):
+        raise NotImplementedError
+
+
+class Sums(SumsBeside):
     """Kernel attention: the numerator and, in a last column, the denominator are one running sum."""
 
     def __init__(self, margin: int) -> None:
-        self.margin, self.sum = margin, RunningSum("", margin)
+        super().__init__(("",), margin)
 
-    def earliest(self, state: State) -> Tensor:
-        return state.buffers["base"] if state.buffers else torch.zeros_like(state.length)
-
-    def extend(self, module: Any, chunk: Chunk, state: State) -> tuple[Tensor, Buffers]:
-        t, buffers, length, outs = chunk.q.shape[2], state.buffers, state.length, []
-        if not buffers and t > self.margin:
-            terms = self.terms(module, chunk, None, state.seed)
-            out = whole(module, chunk, state.seed)
-            empty = self.sum.empty(terms.b, terms.b.shape[3], terms.v.shape[3], terms.s is not None)
-            return out, self.sum.fill(empty, terms, chunk)
-        for piece in chunk.pieces(self.margin):
-            before = self.sum.scale_before(buffers, length) if "s" in buffers else None
-            terms = self.terms(module, piece, before, state.seed)
-            if not buffers:
-                buffers = self.sum.empty(terms.b, terms.b.shape[3], terms.v.shape[3], terms.s is not None)
-            out, buffers = self.sum.ask(buffers, terms, piece, length)
-            outs.append(quotient(out).to(chunk.q.dtype))
-            length = length + piece.added
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), buffers
-
-    def terms(self, module: Any, chunk: Chunk, before: Tensor | None, seed: Tensor | None) -> Terms:
+    def terms(self, module, chunk, seed, before=None):
+        """`before` is s of the last token so far, where keys have scales."""
         q, k, v = every_head(chunk)
         a, b, s, _ = module.features_from(q, k, existing(chunk), chunk.position, before)
         v = dropped(module, torch.cat((v, torch.ones_like(v[..., :1])), -1), chunk, seed)
-        return Terms(a, b, v, None if s is None else s[..., None])
+        return [Terms(a, b, v, None if s is None else s[..., None])]
+
+    def step(self, module, chunk, buffers, length, seed):
+        before = self.sums[0].scale_before(buffers, length) if "s" in buffers else None
+        out, buffers = self.sums[0].ask(buffers, *self.terms(module, chunk, seed, before), chunk, length)
+        return quotient(out), buffers
 
 
 def quotient(out: Tensor) -> Tensor:

@@ -4,11 +4,10 @@
     out_i = one softmax over the query's cluster's tokens and, where given, the summaries of the other clusters
 
 `op` has the entrances, schemas and derivatives. The pools run in Numba on a CPU (`cpu`), elsewhere as in `reference`.
-The attention is made of products of small matrices (`layout`, `products`, `tiles`), on any device. On a CPU it runs in
-Numba: to the query's cluster alone as runs of keys (`sorted_runs`), with summaries or one query per cluster in tiles of
-scores (`cpu_attention`, `cpu_tiles`); what both leave goes the way of `tiles` (`cpu_route`). `reference` has it dense.
-`nearest` says which
-cluster a token is in, `meetings` sums over queries and keys that are clustered each for themselves.
+The attention is made of products of small matrices (`layout`, `tiles`), on any device. On a CPU it runs in Numba: to
+the query's cluster alone as runs of keys (`sorted_runs`), with summaries or one query per cluster in tiles of scores
+(`cpu_attention`, `cpu_tiles`); what both leave goes the way of `tiles` (`cpu`). `nearest` says which cluster a
+token is in, `meetings` sums over queries and keys that are clustered each for themselves.
 """
 
 from subquad.kernels.clusters.cuda import reads_sizes

@@ -3,7 +3,7 @@
 Sorted by cluster, clusters are sequences of different lengths one after the other, which `_efficient_attention_forward`
 takes: where they begin stays on the device, and a program that has nothing to do ends. The host says how long they may
 be, n. Padding is hidden from that kernel by a further feature, 1 in every query and 0 or HIDDEN in a key. A query per
-cluster is one pass over the keys, and the summaries of other clusters are tiles (`static`).
+cluster is one pass over the keys, and the summaries of other clusters are tiles (`StaticLayout`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.kernels.clusters.products import absorb, add, softmax, take
-from subquad.kernels.clusters.static import StaticLayout
+from subquad.kernels.clusters.layout import StaticLayout
+from subquad.kernels.clusters.tiles import absorb, add, softmax, take
 
 ALIGNED = 8  # features come in multiples of this
 ROWS = 32  # the kernel keeps logsumexps of so many rows at a time

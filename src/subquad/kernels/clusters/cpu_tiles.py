@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from subquad.kernels.parallel import inline
+from subquad.kernels.parallel import Workers, inline, keep
 from subquad.kernels.running_softmax import BAND, KEYS, ROWS, lay_row, softmax_tile, take_row, transpose_scaled
 from subquad.kernels.vector_rows import add_row, fill_row, gradient_row
 from subquad.kernels.vectors import BYTES, dot, multiply, multiply_add, multiply_add_turned, scale_row
-from subquad.kernels.workers import Workers, keep
 
 NEVER = 1 << 30
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels.clusters.layout import Tiles
-from subquad.kernels.clusters.products import add, flattened, softmax, take
-from subquad.kernels.clusters.tiles import layout_of
-from subquad.kernels.derivatives import derive
+from subquad.kernels.clusters.tiles import add, flattened, layout_of, softmax, take
+from subquad.kernels.operators import derive
 
 
 def met_sums(

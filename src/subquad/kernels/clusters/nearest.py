@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.matrices import fits, matrix, ready
+from subquad.kernels.parallel import Workers, fits, keep, matrix, ready
 from subquad.kernels.vector_rows import add_row
 from subquad.kernels.vectors import BYTES, dot, largest, load_row, multiply, scale_row
-from subquad.kernels.workers import Workers, keep
 
 AT_ONCE = 1 << 24  # products of tokens and centroids
 CHUNK = 48  # tokens: eight times the rows that a product keeps in registers

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.clusters import cpu, cpu_route, cuda, reference, tiles
-from subquad.kernels.derivatives import derive
+from subquad.kernels.clusters import cpu, cuda, reference, tiles
+from subquad.kernels.operators import derive
 
 prefix_op = torch.library.custom_op("subquad::cluster_prefix", mutates_args=())(reference.prefix)
 prefix_backward_op = torch.library.custom_op("subquad::cluster_prefix_backward", mutates_args=())(
@@ -21,8 +21,8 @@ attention_backward_op = torch.library.custom_op("subquad::cluster_attention_back
 )
 prefix_op.register_kernel("cpu")(cpu.prefix)
 prefix_backward_op.register_kernel("cpu")(cpu.prefix_backward)
-attention_op.register_kernel("cpu")(cpu_route.attention)
-attention_backward_op.register_kernel("cpu")(cpu_route.attention_backward)
+attention_op.register_kernel("cpu")(cpu.attention)
+attention_backward_op.register_kernel("cpu")(cpu.attention_backward)
 attention_op.register_kernel("cuda")(cuda.attention)
 attention_backward_op.register_kernel("cuda")(cuda.attention_backward)
 

@@ -39,26 +39,3 @@ def prefix_backward(
         winner = torch.where(set_here, place, -1).cummax(1).values  # (G, n, d): who set the maximum up to i
         dx.scatter_add_(1, winner.clamp(min=0), given * (winner >= 0))
     return dx
-
-
-def attention(
-    q: Tensor, keys: list[Tensor], values: list[Tensor], cluster: Tensor, real: Tensor, causal: bool, scale: float
-) -> Tensor:
-    """`cluster_attention` with all pairs written out, (G, n, d): what the tiles are checked against.
-
-    The summary of a cluster that query i sees stands at its last real token (causal: ≤ i).
-    """
-    n = q.shape[1]
-    time = torch.ones(n, n, dtype=torch.bool, device=q.device)
-    time = time.tril() if causal else time
-    same = cluster[:, :, None] == cluster[:, None]  # (G, n, n)
-    seen = [time & real[:, None] & same]
-    if keys[1:]:
-        visible = time & real[:, None]  # (G, i, p)
-        later = (
-            visible[:, :, None] & same[:, None] & torch.ones_like(time).triu(1)
-        )  # (G, i, p, p'): p' > p, same cluster
-        seen.append(visible & ~same & ~later.any(-1))
-    s = torch.cat([q @ k.mT * scale for k in keys], -1).masked_fill(~torch.cat(seen, -1), -torch.inf)
-    p = s.softmax(-1).masked_fill((s == -torch.inf).all(-1, keepdim=True), 0)
-    return p @ torch.cat(values, 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.clusters import tiles
-from subquad.kernels.matrices import ready
+from subquad.kernels.parallel import ready
 from subquad.kernels.row_dots import row_dots
 from subquad.kernels.runs import cpu
 from subquad.kernels.runs.op import EVERYTHING

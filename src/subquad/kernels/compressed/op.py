@@ -10,10 +10,10 @@ from torch import Tensor
 
 from subquad.kernels import devices
 from subquad.kernels.compressed import reference
-from subquad.kernels.derivatives import derive
 from subquad.kernels.flash import flash, flash_backward
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.merge.views import absorb
+from subquad.kernels.operators import derive
 from subquad.supports.patterns import Longformer
 from subquad.supports.support import plan_of, text_of
 

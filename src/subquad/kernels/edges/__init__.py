@@ -8,8 +8,7 @@
 Numba (`loops`). torch.library picks by device.
 """
 
-from subquad.kernels.edges.chosen import rows_of
-from subquad.kernels.edges.lists import Buckets, EdgeList
+from subquad.kernels.edges.lists import Buckets, EdgeList, rows_of
 from subquad.kernels.edges.op import edge_attention, edge_map, edge_mapped_attention, edge_scores, edge_sum
 
 __all__ = [

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from subquad.core.hashing import dropout_seed, ranks
 from subquad.kernels.edges import loops
+from subquad.kernels.operators import in_float32
 from subquad.kernels.parallel import launch, run, run_rows
-from subquad.kernels.precision import in_float32
 
 NO_CREDIT = (0, -1, np.empty((1, 0)))
 

@@ -16,9 +16,8 @@ import numpy as np
 
 from subquad.core.hashing import chance, halves, stream
 from subquad.kernels.gathers import CACHE, dot_rows, sum_rows
-from subquad.kernels.parallel import exp, inline, kernel
+from subquad.kernels.parallel import Workers, exp, inline, kernel
 from subquad.kernels.vectors import BYTES
-from subquad.kernels.workers import Workers
 
 _SPAN = 64  # edges of a row before the next row's turn: 64 keys of 64 floats are 16 kB, half of a usual L1
 PRE, PUBLISHED = 1, 2  # what `softmax_backward_kernel` credits edges with; 0: nothing

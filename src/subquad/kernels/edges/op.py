@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.derivatives import derive
 from subquad.kernels.edges import cpu, cuda, reference
 from subquad.kernels.edges.lists import Buckets, EdgeList
+from subquad.kernels.operators import derive
 
 scores_op = torch.library.custom_op("subquad::edge_scores", mutates_args=())(reference.scores)
 sums_op = torch.library.custom_op("subquad::edge_sum", mutates_args=())(reference.sums)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from subquad.core.hashing import dropout_factors, ranks
 from subquad.kernels.edges.lists import EdgeList
-from subquad.kernels.precision import in_float32
+from subquad.kernels.operators import in_float32
 
 
 def scores(q: Tensor, k: Tensor, indptr: Tensor, indices: Tensor, share: int, scale: float) -> Tensor:

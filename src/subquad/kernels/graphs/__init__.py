@@ -12,9 +12,9 @@
 
 Edges |i - j| ≤ reach are pinned: they are there whatever p is, so dL/dp_ij = 0 (reach = -1: none is).
 p itself is never needed: the forward pass uses M alone. Rows that come as a list run through the loops of the edge
-room, linear in the edges (`list_route`); rows that come as a mask run in tiles of 64 keys: all scores of a tile are one
-small matrix product, softmax and sums are over the edges alone (`tile_route`). The gradient of `difference`, which
-every pair has, takes whole blocks of rows (`mask_route`). No n × m matrix is kept but the mask, one bit per pair. A row
+room, linear in the edges; rows that come as a mask run in tiles of 64 keys: all scores of a tile are one small matrix
+product, softmax and sums are over the edges alone (`cpu`, with `tiles`). The gradient of `difference`, which every pair
+has, takes whole blocks of rows. No n × m matrix is kept but the mask, one bit per pair. A row
 without edges gives 0, so the two routes are added where there are both. The choice is made inside one operator: a
 compiled graph holds all routes. On any of them the result of a row depends on nothing but the row.
 """

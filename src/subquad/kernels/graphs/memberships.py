@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from subquad.kernels.eager import is_plain
+from subquad.kernels.operators import is_plain
 
 CHUNK = 2**18  # memberships of a chunk, of all heads together: 1 MB in float32
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.derivatives import no_second_derivative
 from subquad.kernels.graphs import cpu, cuda, reference
+from subquad.kernels.operators import no_second_derivative
 from subquad.kernels.sampler import Sample
 
 attention_op = torch.library.custom_op("subquad::graph_attention", mutates_args=())(reference.attention)

@@ -15,7 +15,7 @@ from subquad.core.hashing import dropout_factors, ranks
 from subquad.kernels.edges import EdgeList
 from subquad.kernels.edges import reference as edges_room
 from subquad.kernels.masks import unpack_mask
-from subquad.kernels.precision import in_float32
+from subquad.kernels.operators import in_float32
 
 MODES = ("pre", "published", "difference")
 REST = 1e-3  # `difference` takes 1 - A_ij no smaller: v_j - out has lost its digits by then

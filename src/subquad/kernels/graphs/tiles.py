@@ -15,9 +15,8 @@ import numpy as np
 from subquad.core.hashing import stream
 from subquad.kernels.bits import VECTORS, gather_sum, lowest, ones, scatter_sum
 from subquad.kernels.edges.loops import dropout_factors, multiply_by, softmax, softmax_backward
-from subquad.kernels.parallel import inline
+from subquad.kernels.parallel import Workers, inline
 from subquad.kernels.vectors import BYTES, multiply
-from subquad.kernels.workers import Workers
 
 ROWS = 96  # of a block: they share a tile of keys and of its gradients while it is in the cache
 KEYS = 64  # of a tile: the bits of a word

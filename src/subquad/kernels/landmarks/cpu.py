@@ -8,7 +8,7 @@ from torch import Tensor
 
 from subquad.kernels.landmarks import cpu_tiles as kernels
 from subquad.kernels.landmarks.reference import first_guess
-from subquad.kernels.matrices import fits, matrix
+from subquad.kernels.parallel import fits, matrix
 
 
 def takes(scores: Tensor, v: Tensor) -> bool:
@@ -35,9 +35,9 @@ def gather_backward(grad: Tensor, scores: Tensor, v: Tensor, read: Tensor, lse: 
 
 
 def spread(scores: Tensor, read: Tensor, v: Tensor, filters: Tensor) -> Tensor:
-    out, rows = torch.empty_like(v), read.flatten(0, 1).contiguous()
+    out = torch.empty_like(v)
     kernels.spread.run(
-        *_about(scores, v), matrix(scores), rows.numpy(), matrix(v), filters.contiguous().numpy(), matrix(out)
+        *_about(scores, v), matrix(scores), read.flatten(0, 1).numpy(), matrix(v), filters.numpy(), matrix(out)
     )
     return out
 
@@ -45,11 +45,11 @@ def spread(scores: Tensor, read: Tensor, v: Tensor, filters: Tensor) -> Tensor:
 def spread_backward(
     grad: Tensor, scores: Tensor, read: Tensor, v: Tensor, filters: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, taps = read.flatten(0, 1).contiguous(), filters.shape[1]
+    rows, taps = read.flatten(0, 1), filters.shape[1]
     dscores, dread, dfilters = torch.empty_like(scores), torch.empty_like(rows), v.new_empty(len(rows), taps)
     dv = torch.empty_like(v) if taps else torch.zeros_like(v)
     kernels.spread_backward.run(
-        *_about(scores, v), matrix(scores), rows.numpy(), matrix(v), filters.contiguous().numpy(), matrix(grad),
+        *_about(scores, v), matrix(scores), rows.numpy(), matrix(v), filters.numpy(), matrix(grad),
         matrix(dscores), dread.numpy(), matrix(dv), dfilters.numpy(),
     )  # fmt: skip
     return dscores, dread.view(read.shape), dv, dfilters.unflatten(0, read.shape[:2]).sum(0)

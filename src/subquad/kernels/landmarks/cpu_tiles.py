@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from subquad.kernels.parallel import exp, inline
+from subquad.kernels.parallel import Workers, exp, inline, keep
 from subquad.kernels.vector_rows import exp_row, larger_row
 from subquad.kernels.vectors import (
     BYTES,
@@ -25,7 +25,6 @@ from subquad.kernels.vectors import (
     store_row,
     transpose,
 )
-from subquad.kernels.workers import Workers, keep
 
 ROWS = 6  # that a product keeps in registers
 CHUNK = 8 * ROWS  # tokens

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from subquad.kernels import devices
-from subquad.kernels.derivatives import derive, no_second_derivative
 from subquad.kernels.landmarks import cpu, reference
 from subquad.kernels.landmarks.cpu import takes
-from subquad.kernels.matrices import ready
+from subquad.kernels.operators import derive, no_second_derivative
+from subquad.kernels.parallel import ready
 
 __all__ = ["gather", "maps_tokens", "pseudo_inverse", "spread", "takes"]
 
@@ -28,7 +28,7 @@ def spread(scores: Tensor, read: Tensor, v: Tensor, filters: Tensor | None) -> T
     if not takes(scores, v):
         return reference.spread(scores, read, v, filters)
     filters = v.new_empty(v.shape[1], 0) if filters is None else filters.to(v.dtype)
-    return spread_op(ready(scores), read, ready(v), filters)
+    return spread_op(ready(scores), read.contiguous(), ready(v), filters.contiguous())
 
 
 def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
@@ -90,11 +90,6 @@ def _(scores, read, v, filters):
     return torch.empty_like(v)
 
 
-@spread_backward.register_fake
-def _(grad, scores, read, v, filters):
-    return torch.empty_like(scores), read.new_empty(read.shape), torch.empty_like(v), filters.new_empty(filters.shape)
-
-
 @inverse_op.register_fake
 def _(a, iterations):
     return a.new_empty(a.shape[0], iterations + 1, *a.shape[1:])
@@ -106,14 +101,6 @@ def _(grad, a, steps):
 
 
 # ---- derivatives ----
-
-
-def _save_spread(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _spread_gradient(ctx, grad):
-    return spread_backward(grad, *ctx.saved_tensors)
 
 
 def _save_inverse(ctx, inputs, output):
@@ -131,8 +118,7 @@ def _inverse_gradient(ctx, grad):
 
 
 derive(gather_op, gather_backward, "gather", of=(0, 1), behind=2, empty=torch.empty_like)
-spread_op.register_autograd(_spread_gradient, setup_context=_save_spread)
-spread_backward.register_autograd(no_second_derivative("spread"))
+derive(spread_op, spread_backward, "spread", of=(0, 1, 2, 3), behind=4, kept=slice(0), empty=torch.empty_like)
 inverse_op.register_autograd(_inverse_gradient, setup_context=_save_inverse)
 inverse_backward.register_autograd(no_second_derivative("pseudo_inverse"))
 

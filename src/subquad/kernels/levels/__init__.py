@@ -11,7 +11,7 @@ on: the tokens of a group share its scores, so that with L = log Z
 over the tokens i of r: the gradient of a level is that of a softmax over its rows alone. No exponent is positive, as
 Z_i contains exp(s_rj). Nothing of a level but the means outlives it, and those are computed again in the backward.
 
-`op` has the operators, `tables` who is on which level; attention inside a level is that of `kernels.runs`.
+`op` has the operators, and who is on which level; attention inside a level is that of `kernels.runs`.
 """
 
 from subquad.kernels.levels.op import attend_levels

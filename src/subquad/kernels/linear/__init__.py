@@ -8,7 +8,7 @@ which never falls along the sequence (None = all 0; only for causal sums). A que
 Without causality, Σ_j b_j v_jᵀ is one matrix for all queries. Causal sums run in chunks of tokens: inside a chunk as
 masked matrix products, and from chunk to chunk through the running sum of b_j v_jᵀ. Time and memory are linear in n.
 
-`op` holds the operators and their derivatives, `cpu` and `cpu_chunks` the kernels of a CPU (Numba), `cuda`, `gpu` and
+`op` holds the operators and their derivatives, `cpu` and `cpu_chunks` the kernels of a CPU (Numba), `gpu` and
 `triton_walk` those of a GPU, `chunks` the computation in whole-tensor steps for every device, and `reference` the same
 from the formula, with the whole matrix of scores. There is no second derivative.
 """

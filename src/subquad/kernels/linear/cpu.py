@@ -11,7 +11,7 @@ from torch import Tensor
 
 from subquad.kernels.linear import cpu_chunks as kernels
 from subquad.kernels.linear.reference import smallest
-from subquad.kernels.matrices import fits, matrix
+from subquad.kernels.parallel import fits, matrix
 
 
 def takes(a: Tensor, v: Tensor, scales: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from subquad.kernels.parallel import inline
+from subquad.kernels.parallel import Workers, inline
 from subquad.kernels.vectors import (
     dot,
     elu_row,
@@ -24,7 +24,6 @@ from subquad.kernels.vectors import (
     store_row,
     transpose,
 )
-from subquad.kernels.workers import Workers
 
 CHUNK = 48  # tokens: eight times the rows that a product keeps in registers
 

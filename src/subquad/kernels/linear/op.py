@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.derivatives import derive
+from subquad.kernels import devices
 from subquad.kernels.linear import chunks, cpu
 from subquad.kernels.linear.chunks import CHUNK
-from subquad.kernels.linear.cuda import room
 from subquad.kernels.linear.reference import elu_plus_one
-from subquad.kernels.matrices import ready
+from subquad.kernels.operators import derive
+from subquad.kernels.parallel import ready
+
+
+def room(a: Tensor, v: Tensor) -> Any:
+    """Who computes `causal_forward` and `causal_backward` for these features and values."""
+    if not a.is_cuda or devices.route("linear", v.dtype, max(a.shape[2], v.shape[2])).impl == "reference":
+        return chunks
+    from subquad.kernels.linear import gpu
+
+    return gpu
 
 
 def kernel_sums(

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.kernels.merge.rows import plans
 from subquad.kernels.merge.views import absorb, add_keys, grid_view, keys_of
 from subquad.supports.parts import Part, Plan
+from subquad.supports.support import plans
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default

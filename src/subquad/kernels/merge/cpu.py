@@ -1,178 +1,251 @@
 """The merge operators on a CPU, in linear memory: one launch of the tile kernels for all parts of all batch elements.
 
-Half precision and odd widths take torch's flash attention, part by part, on strided views.
+Widths that there are no vectors of, and plans whose places do not go upwards, are left to `cpu_parts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.kernels.flash import flash, flash_backward
-from subquad.kernels.matrices import ready
-from subquad.kernels.merge import cpu_walk as walk
-from subquad.kernels.merge import dropout as dropping
-from subquad.kernels.merge.cpu_masks import kept_mask
-from subquad.kernels.merge.rows import plans
-from subquad.kernels.merge.views import absorb, add_keys, grid_view, keys_of
-from subquad.supports.parts import Part, Plan
+from subquad.core.hashing import dropout_seed
+from subquad.kernels.merge import cpu_backward, cpu_forward, cpu_parts
+from subquad.kernels.merge import cpu_tiles as tiles
+from subquad.kernels.merge.cpu_parts import kept_mask
+from subquad.kernels.merge.cpu_program import Program, make_program, together
+from subquad.kernels.parallel import Described, fits, launch, matrix, queue, ready
+from subquad.supports.parts import Plan
+from subquad.supports.support import plans
 
-SMALL_MASK = 1 << 23  # masks of up to this many entries are made for all heads of all batch elements at once
+Rows = Sequence[tuple[slice, Plan]]  # which batch elements follow which plan
+State = tuple[Tensor, Tensor]  # out (B, H, r, d) and logsumexp (B, H, r)
+SHARES = 8  # of one instance at most: each has gradients of the keys of its own
+KEPT = 16  # things made of one plan: each length of a padded batch has a program of its own
+LEAST = 1 << 12  # pairs of a query and a key: fewer are not worth a task
 
 
-def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> tuple[Tensor, Tensor]:
+def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> State:
     q, keys, values = ready(q), [ready(k) for k in keys], [ready(v) for v in values]
     chosen = list(plans(q, keys, values, lengths, support, which, n))
-    if walk.takes(chosen, q):
-        return walk.forward(chosen, q, keys, values, valid, scale, seed, dropout)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -torch.inf)  # (B, H, r, d), (B, H, r)
-    for rows, plan in chosen:
-        for frame in _frames(rows, plan, [q, out, lse[..., None]], keys, values, valid):
-            q_, out_, lse_ = frame.queries
-            drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
-            for part in plan.parts:
-                views = _Views(frame, part, plan, q.dtype)
-                o, here = drop.attend(q_, views) if drop else _attend(q_, views, scale)
-                absorb(grid_view(out_, part.queries), grid_view(lse_, part.queries)[..., 0], o, here, part.fresh)
-    return out, lse
+    attend = walk_forward if takes(chosen, q) else cpu_parts.forward
+    return attend(chosen, q, keys, values, valid, scale, seed, dropout)
 
 
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
     grad, q, out, *kv = (ready(x) for x in (grad, q, out, *keys, *values))
     m, chosen = len(keys), list(plans(q, keys, values, lengths, support, which, n))
-    if walk.takes(chosen, q):
-        return walk.backward(chosen, grad, q, kv[:m], kv[m:], out, lse, valid, scale, seed, dropout)
-    dq, *dkv = (x.new_zeros(x.shape) for x in (q, *kv))  # contiguous, as a compiled graph takes them to be
-    safe = lse.masked_fill(lse == -torch.inf, 0)[..., None]  # exp(-inf - 0) = 0: empty rows get no gradient
-    for rows, plan in chosen:
-        sources = (kv[:m], kv[m:], valid, dkv)
-        for frame in _frames(rows, plan, [grad, q, out, safe, dq], *sources):
-            *given, dq_ = frame.queries
-            drop = dropping.Settings.of(seed, dropout, scale, frame.instances)
-            for part in plan.parts:
-                views = _Views(frame, part, plan, q.dtype)
-                g, x, o, total = (grid_view(t, part.queries) for t in given)
-                grads = drop.backward(g, x, o, total, views) if drop else _part_backward(g, x, o, total, views, scale)
-                grid_view(dq_, part.queries).add_(grads[0])
-                for total_, change in zip((part.source, m + part.source), grads[1:], strict=True):
-                    add_keys(frame.gradients[total_], change, part, plan)
-    return [dq, *dkv]
+    differentiate = walk_backward if takes(chosen, q) else cpu_parts.backward
+    return differentiate(chosen, grad, q, kv[:m], kv[m:], out, lse, valid, scale, seed, dropout)
 
 
-# ---- views --------------------------------------------------------------------------------------------------
+def takes(chosen: Rows, q: Tensor) -> bool:
+    """Are there vectors of this type and width, and do all places go upwards?"""
+    return fits(q) and bool(chosen) and all(plan.goes_up for _, plan in chosen)
 
 
-class _Frame(NamedTuple):
-    """Some instances (b, h) that are worked on together, everything as views (G, r or m, d)."""
-
-    queries: list[Tensor]
-    keys: list[Tensor]
-    values: list[Tensor]
-    valid: dict[int, Tensor]  # (G or 1, m), only of sources that lack a key
-    gradients: list[Tensor]  # of all keys and all values
-    instances: Tensor  # (G,): b·H + h, what dropout counts by
-
-
-def _frames(rows: slice, plan: Plan, queries, keys, values, valid, gradients=()) -> Iterator[_Frame]:
-    """The batch elements `rows`: all their heads at once, or one element after the other.
-
-    One at a time when batch and heads do not fold into one dimension as a view, and when key masks differ between
-    elements: the heads then share a mask. Small masks are rather copied for every head. Of g query heads that share a
-    key head, the first of each key head run together, then the second: no key is copied.
-    """
-    heads = queries[0].shape[1]
-    group = heads // min(x.shape[1] for x in (*keys, *values))
-    everything = (queries, keys, values, gradients)
-    masks = {s: x[rows] if len(x) > 1 else x for s, x in enumerate(valid)}
-    masks = {s: x[:, 0] for s, x in masks.items() if not bool(x[..., : plan.reaches.get(s) or None].all())}  # (b, m)
-    pairs = max((part.pairs for part in plan.parts), default=0)
-    number = torch.arange(rows.start * heads, rows.stop * heads, device="cpu").view(-1, heads)  # (b, H)
-    for j in range(group):
-        views = [[x[rows, j::group] if x.shape[1] == heads else x[rows] for x in xs] for xs in everything]
-        count, size = len(number), heads // group
-        folds = all(_folds(x) for xs in views for x in xs)
-        if folds and (all(len(x) == 1 for x in masks.values()) or count * size * pairs <= SMALL_MASK):
-            flat = [[x.flatten(0, 1) if count > 1 else x[0] for x in xs] for xs in views]
-            shared = {s: x if len(x) == 1 else x.repeat_interleave(size, 0) for s, x in masks.items()}
-            yield _Frame(flat[0], flat[1], flat[2], shared, flat[3], number[:, j::group].flatten())
-            continue
-        for b in range(count):
-            own = {s: x[b : b + 1] if len(x) > 1 else x for s, x in masks.items()}
-            one = [[x[b] for x in xs] for xs in views]
-            yield _Frame(one[0], one[1], one[2], own, one[3], number[b, j::group])
-
-
-def _folds(x: Tensor) -> bool:
-    return x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-
-
-class _Views:
-    """What one part attends to in one frame: its keys, its values, and its mask."""
-
-    def __init__(self, frame: _Frame, part: Part, plan: Plan, dtype: torch.dtype) -> None:
-        self.part, self.plan = part, plan
-        self.keys = keys_of(frame.keys[part.source], part, plan)  # (G, A, S, d)
-        self.values = keys_of(frame.values[part.source], part, plan)
-        self.mask, self.empty = _mask(part, frame.valid.get(part.source), plan, dtype)
-
-
-def _mask(part: Part, valid: Tensor | None, plan: Plan, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """What the flash kernel adds to the scores, and which rows are left with no key at all.
-
-    valid (G or 1, m) → mask (G or 1, A or 1, L or 1, S), empty rows (G or 1, A or 1, L or 1).
-    """
-    mask = empty = None
-    if not part.is_triangle and not part.sees_everything:
-        mask, empty = kept_mask(part, dtype)
-        mask, empty = mask[None], None if empty is None else empty[None]
-    if valid is None:
-        return mask, empty
-    exists = keys_of(valid[..., None], part, plan)[..., 0]  # (G, A, S)
-    bias = exists.new_zeros(exists.shape, dtype=dtype).masked_fill_(~exists, -torch.inf)[:, :, None]  # (G, A, 1, S)
-    if part.is_triangle:
-        rows = part.queries.length
-        bias = bias + bias.new_full((rows, rows), -torch.inf).triu_(1)
-    mask = bias if mask is None else mask + bias
-    return mask, mask.amax(-1) == -torch.inf
-
-
-# ---- one part -----------------------------------------------------------------------------------------------
-
-
-def _attend(q: Tensor, views: _Views, scale: float) -> tuple[Tensor, Tensor]:
-    """Output (G, A, L, d) and logsumexp (G, A, L), -inf where a row has no key."""
-    part, mask, empty = views.part, views.mask, views.empty
-    x = grid_view(q, part.queries)
-    if part.is_self:
-        out, lse = views.values, (x * views.keys).sum(-1).mul_(scale)  # (G, A, 1)
-        if bool(lse.isnan().any()):
-            out = out.masked_fill(lse.isnan()[..., None], torch.nan)
-    else:
-        triangle = mask is None and part.is_triangle
-        out, lse = flash(x, views.keys, views.values, 0.0, triangle, attn_mask=mask, scale=scale)
-        zero = lse == 0 if empty is None else (lse == 0) & ~empty
-        if bool(zero.any()):  # the kernel may report 0 for a query that is not a number
-            lost = x.sum(-1).isnan()  # (G, A, L)
-            if bool(lost.any()):
-                out, lse = out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
-    if empty is not None:  # the flash kernel reports 0 for such a row
-        lse = lse.masked_fill(empty, -torch.inf)
-        if part.is_self:
-            out = out.masked_fill(empty[..., None], 0)
+def walk_forward(
+    chosen: Rows,
+    q: Tensor,
+    keys,
+    values,
+    valid,
+    scale,
+    seed=None,
+    dropout=0.0,
+    *,
+    before: State | None = None,
+    into: State | None = None,
+) -> State:
+    """out and lse, written to `into` where it is given; `before`: those of other keys, which are put to these."""
+    out, lse = into or (fresh(q, chosen)[0], q.new_full(q.shape[:3], -torch.inf))
+    first = before or (out, lse)
+    with launch() as threads:
+        work = _Work.of(chosen, q, threads)
+        tables, _alive = work.tables(q, [*zip(keys, values, strict=True)], valid)
+        begins = (matrix(first[0]), first[1].flatten(0, 1).numpy(), int(before is not None))
+        ends = (matrix(q), matrix(out), lse.flatten(0, 1).numpy(), *begins, *_numbers(scale, seed, dropout))
+        for begin in work.begins:
+            cpu_forward.forward(threads, begin, queue(), *tables, *ends)
     return out, lse
 
 
-def _part_backward(g, q, out, lse, views: _Views, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one part's q, k, v, given the merged out and lse (all as views (G, A, L or S, d))."""
-    k, v, part, mask, empty = views.keys, views.values, views.part, views.mask, views.empty
-    if part.is_self:
-        weight = ((q * k).sum(-1, keepdim=True) * scale - lse).exp_()  # (G, A, 1, 1)
-        if empty is not None:
-            weight = weight.masked_fill(empty[..., None], 0)
-        ds = weight * (g * (v - out)).sum(-1, keepdim=True) * scale
-        return ds * k, ds * q, weight * g
-    triangle = mask is None and part.is_triangle
-    return flash_backward(g, q, k, v, out, lse[..., 0], 0.0, triangle, attn_mask=mask, scale=scale)
+class Deltas(NamedTuple):
+    """dout·out of every row (B, H, r): known before the backward, or to be kept by it."""
+
+    of: Tensor
+    known: int = cpu_backward.GIVEN
+
+
+def walk_backward(
+    chosen: Rows,
+    grad,
+    q: Tensor,
+    keys,
+    values,
+    out,
+    lse,
+    valid,
+    scale,
+    seed=None,
+    dropout=0.0,
+    *,
+    deltas: Deltas | None = None,
+    onto: Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of q, of all keys, of all values; that of q is added to `onto`, where it is given."""
+    dq = fresh(q, chosen)[0] if onto is None else onto
+    sums = deltas or Deltas(lse, cpu_backward.UNKNOWN)
+    with launch() as threads:
+        work = _Work.of(chosen, q, threads)
+        least = min(x.shape[1] for x in (*keys, *values))
+        shares = work.shares(len(q) * least, threads)
+        clear = shares == 1 and sum(rows.stop - rows.start for rows, _ in chosen) == len(q)  # by those who add to them
+        make = q.new_empty if clear else q.new_zeros
+        pairs = [*zip(keys, values, strict=True)]
+        dkv = [[make((shares * len(x), *x.shape[1:])) for x in pair] for pair in pairs]
+        tables, _alive = work.tables(q, [(*pair, *new) for pair, new in zip(pairs, dkv, strict=True)], valid)
+        ends = (*(matrix(x) for x in (q, out, grad, dq)), *(x.flatten(0, 1).numpy() for x in (lse, sums.of)))
+        about = (sums.known, int(onto is not None), *_numbers(scale, seed, dropout), clear)
+        for begin in work.backward_begins(least, shares):
+            cpu_backward.backward(threads, begin, queue(), *tables, *ends, *about)
+    if shares > 1:
+        dkv = [[x.unflatten(0, (-1, shares)).sum(1) for x in pair] for pair in dkv]
+    return [dq, *(pair[0] for pair in dkv), *(pair[1] for pair in dkv)]
+
+
+def fresh(q: Tensor, chosen: Rows, count: int = 1) -> Tensor:
+    """(count, *q.shape): the first phase writes every row, but batch elements without a token have no plan."""
+    together = sum(rows.stop - rows.start for rows, _ in chosen) == len(q)
+    return (q.new_empty if together else q.new_zeros)((count, *q.shape))
+
+
+def kept(plan: Plan, key: tuple, make: Callable[[], Any]) -> Any:
+    """What was made of a plan before, or is made now."""
+    found = plan.lowered.get(key)
+    if found is None:
+        found = make()
+        if len(plan.lowered) >= KEPT:
+            plan.lowered.clear()
+        plan.lowered[key] = found
+    return found
+
+
+def program_of(plan: Plan, rows: int, most: int) -> Program:
+    """The program of a plan for tensors of `rows` queries; bands have at most `most` pairs, where they can."""
+    return kept(plan, ("cpu", rows, most), lambda: make_program(plan, rows, most))
+
+
+class _Work:
+    """The program of a batch, and its division into tasks: what is the same for all tensors of some shape."""
+
+    def __init__(self, chosen: Rows, q: Tensor, threads: int) -> None:
+        self.heads, self.dtype, self.elements = q.shape[1], q.dtype, chosen
+        self.type = np.zeros(1, q.numpy().dtype), q.element_size(), q.shape[3], q.shape[1]
+        total = sum((rows.stop - rows.start) * plan.pairs for rows, plan in chosen) * self.heads
+        most = max(LEAST, total // (8 * threads))
+        most = 1 << most.bit_length()  # few different programs
+        programs = [program_of(plan, q.shape[2], most) for _, plan in chosen]
+        self.program, self.ranges = together(programs)
+        self.phases = max(len(found) for found in self.ranges)
+        self._backward: dict[tuple[int, int], list[Described]] = {}
+
+    @classmethod
+    def of(cls, chosen: Rows, q: Tensor, threads: int) -> _Work:
+        """Kept with the plan, where all batch elements follow one."""
+        if len(chosen) > 1:
+            return cls(chosen, q, threads)
+        rows, plan = chosen[0]
+        return kept(plan, (rows.start, rows.stop, q.shape, q.dtype, threads), lambda: cls(chosen, q, threads))
+
+    @cached_property
+    def begins(self) -> list[Described]:
+        """What the kernel of the forward is given first, in each phase."""
+        return [self._begin(self.bands_of(phase)) for phase in range(self.phases)]
+
+    def backward_begins(self, key_heads: int, shares: int) -> list[Described]:
+        """The same for the backward, in each of its turns."""
+        if (key_heads, shares) not in self._backward:
+            self._backward[key_heads, shares] = [self._begin(tasks) for tasks in self.groups_of(key_heads, shares)]
+        return self._backward[key_heads, shares]
+
+    def _begin(self, tasks: np.ndarray) -> Described:
+        p = self.program
+        return Described.of(*self.type, tasks, p.bands, p.pieces, p.parts, p.drawn)
+
+    def bands_of(self, phase: int) -> np.ndarray:
+        """(T, 2): every instance with every band that it has in a phase."""
+        found = []
+        for (rows, _), ranges in zip(self.elements, self.ranges, strict=True):
+            if phase < len(ranges):
+                instances = np.arange(rows.start * self.heads, rows.stop * self.heads)
+                bands = np.arange(ranges[phase].start, ranges[phase].stop)
+                found.append(np.stack((instances.repeat(len(bands)), np.tile(bands, len(instances))), 1))
+        return np.concatenate(found)
+
+    def shares(self, groups: int, threads: int) -> int:
+        """Into how many tasks the bands of a group of heads are divided."""
+        return 1 if groups % threads == 0 or groups >= 4 * threads else min(SHARES, -(-2 * threads // groups))
+
+    def groups_of(self, key_heads: int, shares: int) -> list[np.ndarray]:
+        """Tasks of the backward, in turns: (T, 6), see `cpu_backward`.
+
+        One turn where each task has all bands of its heads; else one for each phase, whose bands have no row in common.
+        """
+        turns: list[list[tuple[int, ...]]] = [[] for _ in range(1 if shares == 1 else self.phases)]
+        size = self.heads // key_heads
+        for (rows, _), ranges in zip(self.elements, self.ranges, strict=True):
+            spans = [range(ranges[0].start, ranges[-1].stop)] if shares == 1 else ranges
+            for turn, bands in zip(turns, spans, strict=False):
+                cuts = [bands.start + len(bands) * at // shares for at in range(shares + 1)]
+                turn += [
+                    (b, h * size, h * size + size, cuts[at], cuts[at + 1], b * shares + at)
+                    for b in range(rows.start, rows.stop)
+                    for h in range(key_heads)
+                    for at in range(shares)
+                ]
+        return [np.array(turn, dtype=np.int64) for turn in turns]
+
+    def tables(self, q: Tensor, sources: list[tuple[Tensor, ...]], valid: Sequence[Tensor]) -> tuple[tuple, Any]:
+        """What both kernels are given of the keys, and what must not go before they have run: they have its address."""
+        exist, kept_masks = [x.contiguous() for x in valid], []
+        masks: Any = self._no_masks
+        if self.program.masked:
+            masks = self._no_masks.arguments[0].copy()
+            kept_masks = [(at, kept_mask(part, self.dtype)[0]) for at, part in self.program.masked]
+            for at, mask in kept_masks:
+                masks[at] = mask.data_ptr(), len(mask), mask.stride(0), mask.stride(1)
+        table = np.array([self._row(tensors) for tensors in sources], dtype=np.int64)
+        table = np.stack((table, table))  # the second one for batch elements that lack no key
+        for s, x in enumerate(exist):
+            table[0, s, tiles.EXISTS : tiles.EXISTS + 2] = x.data_ptr(), x.stride(0) if len(x) > 1 else 0
+        return (masks, table, self._whole(q, len(sources), exist)), (exist, kept_masks)
+
+    @cached_property
+    def _no_masks(self) -> Described:
+        return Described.of(np.zeros((max(1, len(self.program.parts)), 4), dtype=np.int64))
+
+    def _row(self, tensors: tuple[Tensor, ...]) -> list[int]:
+        """One source: where its keys, values and their gradients are; see `cpu_tiles`."""
+        row = [number for x in tensors for number in matrix(x)] + [0] * (4 * (4 - len(tensors)))
+        return [*row, 0, 0, *(self.heads // x.shape[1] for x in tensors[:2]), tensors[0].shape[2]]
+
+    def _whole(self, q: Tensor, sources: int, exist: list[Tensor]) -> np.ndarray:
+        """int64 (B, sources): 1 where all keys that can be asked for exist."""
+        whole = np.ones((len(q), sources), dtype=np.int64)
+        for s, x in enumerate(exist):
+            exists = x[:, 0].numpy()  # (B or 1, m)
+            for rows, plan in self.elements:
+                reach = plan.reaches.get(s) or None
+                for b in range(rows.start, rows.stop):
+                    whole[b, s] = exists[b % len(exists), :reach].all()
+        return whole
+
+
+def _numbers(scale: float, seed: Tensor | None, dropout: float) -> tuple:
+    number = int(dropout_seed(seed)) % (1 << 64) if dropout and seed is not None else 0
+    return scale, (np.uint64(number), dropout, 1 / (1 - dropout))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from subquad.kernels.merge import cpu_tiles as tiles
-from subquad.kernels.parallel import inline, pasted
+from subquad.kernels.parallel import Workers, following, inline, pasted
 from subquad.kernels.running_softmax import BAND, KEYS, ROWS, transpose_scaled
 from subquad.kernels.vector_rows import add_row, byte_at, fill_row, gradient_row
 from subquad.kernels.vectors import BYTES, dot, multiply, multiply_add, multiply_add_turned
-from subquad.kernels.workers import Workers, following
 
 UNKNOWN, GIVEN, WANTED = range(3)  # dout·out of the rows: found here; found before; found here and kept
 

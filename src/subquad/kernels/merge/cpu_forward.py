@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from subquad.kernels.merge import cpu_tiles as tiles
-from subquad.kernels.parallel import pasted
+from subquad.kernels.parallel import Workers, following, keep, pasted
 from subquad.kernels.running_softmax import BAND, KEYS, ROWS, lay_row, softmax_tile, take_row, transpose_scaled
 from subquad.kernels.vector_rows import add_row, byte_at, fill_row
 from subquad.kernels.vectors import BYTES, dot, multiply, multiply_add
-from subquad.kernels.workers import Workers, following, keep
 
 
 @pasted

@@ -9,8 +9,8 @@ too: what it lays down needs no memory that was cleared before.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,6 @@ from subquad.kernels.merge.cpu_tiles import DRAWS, FIELDS, PLACES
 from subquad.kernels.merge.reference import SOURCE
 from subquad.kernels.running_softmax import BAND, ROWS
 from subquad.supports.parts import Part, Plan
-
-KEPT = 16  # things made of one plan: each length of a padded batch has a program of its own
 
 
 class Program(NamedTuple):
@@ -43,23 +41,8 @@ class _Block(NamedTuple):
     keys: int
 
 
-def program_of(plan: Plan, rows: int, most: int) -> Program:
+def make_program(plan: Plan, rows: int, most: int) -> Program:
     """The program of a plan for tensors of `rows` queries; bands have at most `most` pairs, where they can."""
-    return kept(plan, ("cpu", rows, most), lambda: _make(plan, rows, most))
-
-
-def kept(plan: Plan, key: tuple, make: Callable[[], Any]) -> Any:
-    """What a kernel has made of a plan before, or makes now."""
-    found = plan.lowered.get(key)
-    if found is None:
-        found = make()
-        if len(plan.lowered) >= KEPT:
-            plan.lowered.clear()
-        plan.lowered[key] = found
-    return found
-
-
-def _make(plan: Plan, rows: int, most: int) -> Program:
     parts = plan.joined
     bands: list[tuple[int, ...]] = []
     pieces: list[tuple[int, ...]] = []

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.merge import beside, mirrored, reference
-from subquad.kernels.merge.padded import padded
+from subquad.kernels.merge import padded, reference
 from subquad.supports.support import parse
 
 
@@ -19,9 +18,9 @@ def forward(
     """`moved`: as in `reference`, which alone counts so."""
     ways = None if lengths is None else _ways(support, which, n, lengths)
     if ways is not None:
-        way, apart = ways
-        return way.forward(forward, apart, q, keys, values, valid, lengths, seed, support, n, scale, dropout)
-    rows = None if lengths is None else padded(q, keys, valid, lengths, support, which)
+        way, _, apart = ways
+        return way(forward, apart, q, keys, values, valid, lengths, seed, support, n, scale, dropout)
+    rows = None if lengths is None else padded.padded(q, keys, valid, lengths, support, which)
     if rows is not None:
         valid, lengths = rows.valid, None
     room, about = _room(q, dropout, moved), (valid, lengths, seed, support, which, n, scale, dropout)
@@ -40,10 +39,10 @@ def backward(
 ) -> list[Tensor]:
     ways = None if lengths is None else _ways(support, which, n, lengths)
     if ways is not None:
-        way, apart = ways
+        _, way, apart = ways
         given = (grad, q, keys, values, out, lse, valid, lengths, seed, support, n, scale, dropout)
-        return way.backward(backward, apart, *given)
-    rows = None if lengths is None else padded(q, keys, valid, lengths, support, which)
+        return way(backward, apart, *given)
+    rows = None if lengths is None else padded.padded(q, keys, valid, lengths, support, which)
     if rows is not None:
         valid, lengths = rows.valid, None
         grad, lse = rows.give_nothing(grad, lse)
@@ -56,10 +55,12 @@ def backward(
     return room.backward(grad, q, keys, values, out, lse, *about)
 
 
-def _ways(support: str, which: str, n: int, lengths: Tensor) -> tuple[Any, Any] | None:
-    """How rows of their own length follow more than one plan, and which; None where they do not."""
+def _ways(support: str, which: str, n: int, lengths: Tensor) -> tuple[Any, Any, Any] | None:
+    """How rows of their own length follow more than one plan, forward and backward, and which; None: they do not."""
     halves, pieces = parse(support).halves(which), parse(support).beside(which, n, lengths)
-    return (mirrored, halves) if halves is not None else None if pieces is None else (beside, pieces)
+    if halves is not None:
+        return padded.mirrored_forward, padded.mirrored_backward, halves
+    return None if pieces is None else (padded.beside_forward, padded.beside_backward, pieces)
 
 
 def _room(q: Tensor, dropout: float, moved: Tensor | None) -> Any:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
 from subquad.kernels import devices
-from subquad.kernels.matrices import ready
 from subquad.kernels.merge import rectangles, schedule
 from subquad.kernels.merge.reference import SOURCE
-from subquad.kernels.merge.rows import check
-from subquad.supports.support import GivenSupport, parse, plan_of
+from subquad.kernels.parallel import ready
+from subquad.supports.support import GivenSupport, check_tensors, parse, plan_of
 
 
 class Shape(NamedTuple):
@@ -199,7 +198,7 @@ def _query_tables(q, keys, values, support, which, n, lengths, shape: Shape) -> 
     sizes, sources = _sizes(lengths, n), len(keys)
     for length in {size for size in sizes if size > 0}:
         about = f"the plan {which} of {support} for {length} tokens"
-        check(q, keys, values, plan_of(support, length, which), about)
+        check_tensors(q, keys, values, plan_of(support, length, which), about)
     made = [_made(support, which, length, -1, sources, shape.queries, shape.keys) for length in sizes]
     return _on_device(made, q.device)
 

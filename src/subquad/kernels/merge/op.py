@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from subquad.kernels.derivatives import derive
-from subquad.kernels.eager import Eager
 from subquad.kernels.merge import cpu, cuda, reference
+from subquad.kernels.operators import Eager, derive
 from subquad.supports.support import plan_of
 
 

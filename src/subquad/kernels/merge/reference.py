@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from subquad.core.hashing import dropout_factors
-from subquad.kernels.merge.rows import plans
 from subquad.supports.parts import Part, Plan
+from subquad.supports.support import plans
 
 SOURCE = 1 << 26  # dropout counts the keys of source s from s·SOURCE on
 

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.derivatives import no_second_derivative
-from subquad.kernels.eager import Eager
-from subquad.kernels.matrices import matrix, ready
-from subquad.kernels.parallel import inline
+from subquad.kernels.operators import Eager, derive
+from subquad.kernels.parallel import Workers, following, inline, keep, matrix, queue, ready
 from subquad.kernels.pools.max_rows import (
     gather_shares,
     others_row,
@@ -27,7 +25,6 @@ from subquad.kernels.pools.max_rows import (
     two_largest,
 )
 from subquad.kernels.vector_rows import add_row, fill_row
-from subquad.kernels.workers import Workers, following, keep, queue
 
 WIDE = 8  # neighbouring columns that are walked together: their tokens stand side by side
 X, OUT, GRAD, DX = 0, 4, 8, 12  # where a row of the table of matrices has what
@@ -85,31 +82,9 @@ def _(xs, exists, rows, cols, *about):
     return [x.new_empty(*x.shape[:2], rows * cols, x.shape[3]) for x in xs]
 
 
-@_line_max_backward.register_fake
-def _(grads, xs, *about):
-    return [x.new_empty(x.shape) for x in xs]
-
-
-def save(ctx, inputs, output):
-    """For operators (several tensors, which tokens exist, …) → several tensors, and so is `gradient_by`."""
-    xs, exists, *ctx.about = inputs
-    ctx.save_for_backward(exists, *xs, *output)
-
-
-def gradient_by(backward):
-    def gradient(ctx, grads):
-        exists, *rest = ctx.saved_tensors
-        xs, outs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        grads = [torch.zeros_like(out) if g is None else g for g, out in zip(grads, outs, strict=True)]
-        return backward(grads, xs, outs, exists, *ctx.about), *[None] * (1 + len(ctx.about))
-
-    return gradient
-
-
-_gradient = gradient_by(Eager(_line_max_backward, _line_max_backward._init_fn))
-line_max.register_autograd(_gradient, setup_context=save)
-_line_max_backward.register_autograd(no_second_derivative("line_max"))
-eager_line_max = Eager(line_max, line_max._init_fn, save, _gradient)
+_paid = Eager(_line_max_backward, _line_max_backward._init_fn)
+_derivative = derive(line_max, _line_max_backward, "line_max", of=(0,), behind=1, call=_paid)
+eager_line_max = Eager(line_max, line_max._init_fn, *_derivative)
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """`span_pool`: the maximum or the mean of every span of a sequence, padding and sinks left out.
 
 One operator for every device, in whole-tensor steps on views: nothing is padded or copied where nothing is missing.
-`cpu` has a kernel for the gradient.
+On a CPU the gradient is a kernel.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numba
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.kernels import devices
-from subquad.kernels.derivatives import derive
-from subquad.kernels.eager import Eager
-from subquad.kernels.pools import cpu
+from subquad.kernels import devices, parallel
+from subquad.kernels.operators import Eager, derive
 
 
 def span_pool(
@@ -138,8 +138,39 @@ def _(x, key_mask, lengths, size, skip, is_max):
 
 
 @_pool_backward.register_kernel("cpu")
-def _cpu_backward(grad, x, *about):
-    return (cpu.pool_backward if cpu.takes(x) else _pool_backward._init_fn)(grad, x, *about)
+def _cpu_backward(grad, x, out, key_mask, lengths, size, skip, is_max) -> Tensor:
+    if x.dtype not in (torch.float32, torch.float64):  # Numba has no half precision
+        return _pool_backward._init_fn(grad, x, out, key_mask, lengths, size, skip, is_max)
+    grad, x, out = (t.contiguous() for t in (grad, x, out))
+    dx = torch.empty_like(x)
+    ends = np.full(len(x), x.shape[2]) if lengths is None else lengths.numpy()
+    real = np.zeros((1, 0), dtype=bool) if key_mask is None else key_mask.numpy()
+    parallel.run(_backward_kernel, *(t.numpy() for t in (grad, x, out, dx)), real, ends, size, skip, is_max)
+    return dx
+
+
+@parallel.kernel
+def _backward_kernel(grad, x, out, dx, real, ends, size, skip, is_max):
+    """Two passes over each span while it is in the cache."""
+    batch, heads, n, width = x.shape
+    spans = -(-n // size)
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    for task in numba.prange(batch * heads * spans):
+        b, h, a = task // (heads * spans), task // spans % heads, task % spans
+        count = np.zeros(width, x.dtype)  # who shares the gradient of a feature
+        first, last = a * size, min(a * size + size, n)
+        for i in range(first, last):
+            if i >= skip and i < ends[b] and (real.shape[1] == 0 or real[b, i]):
+                for t in range(width):
+                    count[t] += one if not is_max or x[b, h, i, t] == out[b, h, a, t] else zero
+        for t in range(width):
+            count[t] = grad[b, h, a, t] / max(count[t], one)
+        for i in range(first, last):
+            if i >= skip and i < ends[b] and (real.shape[1] == 0 or real[b, i]):
+                for t in range(width):
+                    dx[b, h, i, t] = count[t] if not is_max or x[b, h, i, t] == out[b, h, a, t] else zero
+            else:
+                dx[b, h, i] = zero
 
 
 _derivative = derive(_pool, _pool_backward, "span_pool", of=(0,), behind=1, call=Eager(_pool_backward, _cpu_backward))

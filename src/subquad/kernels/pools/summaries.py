@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.kernels.matrices import fits, matrix
-from subquad.kernels.parallel import inline
+from subquad.kernels.parallel import Workers, fits, following, inline, matrix, queue
 from subquad.kernels.vector_rows import add_row, exp_row, fill_row, larger_row
 from subquad.kernels.vectors import BYTES, dot, largest, scale_row
-from subquad.kernels.workers import Workers, following, queue
 
 
 def takes(*tensors: Tensor) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from subquad.kernels.matrices import fits, matrix
-from subquad.kernels.parallel import launch
+from subquad.kernels.parallel import fits, launch, matrix
 from subquad.kernels.runs import tiles as kernels
 
 ROWS = 64  # queries of a task, if a tile has not more

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from subquad.kernels.derivatives import no_second_derivative
-from subquad.kernels.matrices import ready
+from subquad.kernels.operators import derive
+from subquad.kernels.parallel import ready
 from subquad.kernels.row_dots import row_dots
 from subquad.kernels.runs import cpu, reference
 
@@ -74,7 +73,7 @@ def attention(
 @torch.library.custom_op("subquad::runs_backward", mutates_args=())
 def attention_backward(
     grad: Tensor,
-    dlse: Tensor | None,
+    dlse: Tensor,
     q: Tensor,
     keys: list[Tensor],
     values: list[Tensor],
@@ -90,8 +89,7 @@ def attention_backward(
 ) -> list[Tensor]:
     """Gradients of q, all keys, all values: with w = exp(s - lse), ds = w·(grad·v - delta), delta = grad·out - dlse."""
     grad = ready(grad)
-    delta = row_dots(grad, out)  # (G, n)
-    delta = delta if dlse is None else delta - dlse
+    delta = row_dots(grad, out) - dlse  # (G, n)
     empty = lse == -torch.inf
     lse, delta = lse.masked_fill(empty, torch.inf), delta.masked_fill(empty, 0).contiguous()
     if cpu.takes(q):
@@ -110,38 +108,9 @@ def _(q, keys, values, *about):
     return torch.empty_like(q), q.new_empty(q.shape[:2])
 
 
-@attention_backward.register_fake
-def _(grad, dlse, q, keys, values, *about):
-    return [torch.empty_like(x) for x in (q, *keys, *values)]
-
-
-def _save(ctx, inputs, output):
-    q, keys, values, bias, tiles, spans, *ctx.about = inputs
-    ctx.save_for_backward(q, bias, tiles, spans, *output, *keys, *values)
-    ctx.set_materialize_grads(False)
-
-
-def _gradient(ctx, grad, dlse):
-    q, bias, tiles, spans, out, lse, *rest = ctx.saved_tensors  # read once: a checkpoint hands them over only once
-    m = len(rest) // 2
-    grad = torch.zeros_like(out) if grad is None else grad
-    found = attention_backward(
-        grad, dlse, q, rest[:m], rest[m:], bias, tiles, spans, out, lse, *ctx.about
-    )  # fmt: skip
-    return found[0], found[1 : 1 + m], found[1 + m :], *[None] * 7
-
-
-attention.register_autograd(_gradient, setup_context=_save)
-attention_backward.register_autograd(no_second_derivative("attend_runs"))
-
-
-@register_flop_formula(torch.ops.subquad.runs, get_raw=True)
 def _flops(q, keys, values, bias, tiles, spans, sources, sizes, scale, pairs, *args, **kwargs) -> int:
     return 4 * q.shape[0] * q.shape[2] * pairs
 
 
-@register_flop_formula(torch.ops.subquad.runs_backward, get_raw=True)
-def _backward_flops(
-    grad, dlse, q, keys, values, bias, tiles, spans, out, lse, sources, sizes, scale, pairs, *args, **kwargs
-) -> int:  # fmt: skip
-    return 10 * q.shape[0] * q.shape[2] * pairs
+_name, _like = "attend_runs", torch.empty_like
+derive(attention, attention_backward, _name, of=(0, 1, 2), behind=6, gradients=2, empty=_like, flops=_flops)

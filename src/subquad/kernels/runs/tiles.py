@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from subquad.kernels.parallel import inline
+from subquad.kernels.parallel import Workers, inline, keep
 from subquad.kernels.vector_rows import absorb_columns, add_row, gradient_across
 from subquad.kernels.vectors import (
     BYTES,
@@ -26,7 +26,6 @@ from subquad.kernels.vectors import (
     scale_row,
     transpose,
 )
-from subquad.kernels.workers import Workers, keep
 
 KEYS = 128  # that are gathered together
 

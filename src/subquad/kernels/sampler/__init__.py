@@ -18,9 +18,9 @@ and kept with probability p / b_i: the same distribution, without search tables.
 Beside the model: exploration δ adds every edge independently with probability δ; `reach` pins the edges |i - j| ≤ reach
 (0: the self-loop); causal keeps j ≤ i; keys outside the key mask have no edges.
 
-`cpu` draws row by row in Numba (`rows`, from what `tables` prepares); `reference` draws all rows at once in torch
-operators, on any device. Random numbers are a hash of the seed, the row and a count, so both draw the same graphs for a
-seed, but for numbers within rounding of a limit.
+`cpu` draws row by row in Numba (`rows`); `reference` draws all rows at once in torch operators, on any device. Random
+numbers are a hash of the seed, the row and a count, so both draw the same graphs for a seed, but for numbers within
+rounding of a limit.
 """
 
 from subquad.kernels.sampler.op import sample, sample_edges, statistics

@@ -4,24 +4,25 @@ Its Poisson number of edges over all rows is a sum of independent Poisson number
 is laid out on a line, cluster after cluster and key after key, and one unit-rate Poisson process walks along it: m of
 line 4, V of line 7 and J of line 9 from a single random number per edge (U is summed out in W). A row uses the keys it
 may see and a random stream of its own, so in causal mode later tokens cannot even change which of the equally likely
-graphs is drawn.
+graphs is drawn. What rows are drawn from stands at the end: random streams, rates, search tables and bounds.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.core.hashing import ranks
+from subquad.core.hashing import ranks, stream
 from subquad.kernels.masks import blocks, product, scratch
-from subquad.kernels.parallel import run
+from subquad.kernels.parallel import kernel, run
 from subquad.kernels.sampler import rows as loops
 from subquad.kernels.sampler import rules as limits
-from subquad.kernels.sampler import tables
 from subquad.kernels.sampler.rules import Rules, refuse
 
 TABLE = 2**21  # entries of the search tables that are held at a time
@@ -96,7 +97,7 @@ class _Plan:
     @classmethod
     def of(cls, w: np.ndarray, z: np.ndarray, keys: _Keys, rules: Rules, seed: int) -> _Plan:
         rate, bound = (np.empty(w.shape[:2]) for _ in range(2))  # Σ_j p_ij, and what no p_ij is above
-        run(tables.rates, w, z, rules.causal, rate, bound)
+        run(_rates, w, z, rules.causal, rate, bound)
         if not np.isfinite(rate).all():
             raise refuse("k" if np.isfinite(w).all() else "q")
         visible = np.repeat(keys.visible, keys.heads, 0)  # (B·H, n)
@@ -111,7 +112,7 @@ class _Plan:
         expected = np.minimum(np.where(dense | jumped, 1.0, boost) * rate + extra, visible)
         streams = np.empty(rate.shape, np.uint64)
         period = keys.heads if rules.alike else len(w)
-        run(tables.streams, np.uint64(seed % 2**64), keys.ids, keys.heads, period, streams)
+        run(_streams, np.uint64(seed % 2**64), keys.ids, keys.heads, period, streams)
         return cls(boost, chance, expected, dense, jumped, streams, np.zeros(len(w), np.int64))
 
     def masked(self, keys: _Keys, rules: Rules) -> np.ndarray:
@@ -143,7 +144,7 @@ class _Near(NamedTuple):
         centres, terms = (w.mean(1), z.mean(1)), []  # (B·H, k): w̄, z̄
         for x, (own, other) in ((w, centres), (z, centres[::-1])):
             along, distance = (np.empty(x.shape[:2], x.numpy().dtype) for _ in range(2))
-            run(tables.apart, x.numpy(), own.numpy(), other.numpy(), along, distance)
+            run(_apart, x.numpy(), own.numpy(), other.numpy(), along, distance)
             terms += [along, distance]
         terms[2] -= (centres[0] * centres[1]).sum(1, keepdim=True).numpy()
         return cls(*terms)
@@ -184,7 +185,7 @@ def _drawn_rows(w, z, keys: _Keys, plan: _Plan, near: _Near, rules: Rules, maske
         group = slice(t, t + step)
         dense, jumped, left = plan.dense[group], plan.jumped[group], plan.dense[group] & masked[group]
         if not left.all():
-            search = tables.tables(z[group], needed=not (dense | jumped).all())
+            search = _tables(z[group], needed=not (dense | jumped).all())
             bounds, rates = tuple(x[group] for x in near), (plan.boost[group], plan.chance[group])
             chosen = (w[group], z[group], *search, rates, (dense, jumped, left), plan.streams[group], bounds)
             places = (keys.real, keys.rank, keys.listed, keys.visible)
@@ -199,3 +200,84 @@ def _offsets(degrees: np.ndarray) -> np.ndarray:
     """(B·H, n) degrees → (B·H, n + 1) offsets into one list."""
     ends = np.cumsum(degrees).reshape(degrees.shape)
     return np.concatenate((ends[:, :1] - degrees[:, :1], ends), 1)
+
+
+# ---- what rows are drawn from ---------------------------------------------------------------------------------
+
+
+@kernel
+def _streams(seed, ids, heads, period, out):
+    """The start of every row's stream, (B·H, n) uint64, from ids (B, n); graphs t and t + period share theirs."""
+    for t in numba.prange(out.shape[0]):
+        for i in range(out.shape[1]):
+            out[t, i] = stream(seed, t % period, ids[t // heads, i])
+
+
+@kernel
+def _rates(w, z, causal, rate, bound):
+    """Σ_j p_ij and Σ_v W_iv max_j Z_jv ≥ max_j p_ij, over the keys that row i may see."""
+    for t in numba.prange(w.shape[0]):
+        total, top = np.zeros(w.shape[2]), np.zeros(w.shape[2])
+        if not causal:
+            for j in range(z.shape[1]):
+                for v in range(w.shape[2]):
+                    total[v] += z[t, j, v]
+                    top[v] = max(top[v], z[t, j, v])
+        for i in range(w.shape[1]):
+            s = b = 0.0
+            for v in range(w.shape[2]):
+                if causal:
+                    total[v] += z[t, i, v]
+                    top[v] = max(top[v], z[t, i, v])
+                s += w[t, i, v] * total[v]
+                b += w[t, i, v] * top[v]
+            rate[t, i], bound[t, i] = s, b
+
+
+@kernel
+def _fill_tables(z, upto, guide, scale):
+    """Prefix sums over the keys and where to start searching them; see `_tables`."""
+    (m, k), size = z.shape[1:], guide.shape[2]
+    chunks = (k + 15) // 16  # clusters of a task: a cache line of z
+    for task in numba.prange(z.shape[0] * chunks):
+        t, first = task // chunks, task % chunks * 16
+        last = min(k, first + 16)
+        total = np.zeros(last - first)
+        upto[t, first:last, 0] = 0
+        for j in range(m):
+            for v in range(first, last):
+                total[v - first] += z[t, j, v]
+                upto[t, v, j + 1] = total[v - first]
+        for v in range(first, last):
+            j, part = 0, total[v - first] / size
+            scale[t, v] = 1 / part if part > 0 else 0.0
+            for g in range(size):
+                while j < m - 1 and upto[t, v, j + 1] <= part * g:
+                    j += 1
+                guide[t, v, g] = j
+
+
+def _tables(z: np.ndarray, needed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """To find the key at a place of a cluster: z (g, m, k) → upto (g, k, m + 1), guide (g, k, m), scale (g, k).
+
+    Key j of cluster v has the places upto[v, j] ≤ x < upto[v, j + 1]; guide[v, int(x · scale[v])] is where to begin.
+    The sums of some keys do not depend on later ones, so that in causal mode the found key does not either.
+    """
+    graphs, m, k = z.shape
+    upto, guide, scale = np.empty((graphs, k, m + 1)), np.empty((graphs, k, m), np.int32), np.empty((graphs, k))
+    if needed:
+        run(_fill_tables, z, upto, guide, scale)
+    return upto, guide, scale
+
+
+@kernel
+def _apart(x, centre, direction, along, distance):
+    """x_i·direction and |x_i - centre| of every row: x (g, n, k), centre and direction (g, k) → (g, n)."""
+    for t in numba.prange(x.shape[0]):
+        for i in range(x.shape[1]):
+            row, middle, towards = x[t, i], centre[t], direction[t]
+            total = square = x.dtype.type(0)
+            for v in range(row.size):
+                total += row[v] * towards[v]
+                square += (row[v] - middle[v]) * (row[v] - middle[v])
+            along[t, i], distance[t, i] = total, math.sqrt(square)

@@ -1,4 +1,4 @@
-"""Random rows of edges, in Numba: in parallel, each row from a random stream of its own (`tables`)."""
+"""Random rows of edges, in Numba: in parallel, each row from a random stream of its own."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels import devices
-from subquad.kernels.derivatives import derive
 from subquad.kernels.flash import flash, flash_backward
 from subquad.kernels.merge.op import merge, merge_backward
+from subquad.kernels.operators import derive
 from subquad.kernels.runs import cpu
-from subquad.kernels.selected import reference, visits
+from subquad.kernels.selected import choice, reference
 from subquad.supports.patterns import Blocks
 
 TILE = 64  # queries that are multiplied together
@@ -102,7 +102,7 @@ def selected(
     out, lse = merge(q, [k], [v], *_own(key_mask, lengths, block, q.shape[2], scale))
     x, y, z, o, s = (t.flatten(0, 1) for t in (q, k, v, out, lse))  # views (G, n, d) and (G, n)
     if cpu.takes(q) and chosen.numel():
-        asks, tables = visits.tables(chosen.flatten(0, 1), block, q.shape[2])
+        asks, tables = choice.tables(chosen.flatten(0, 1), block, q.shape[2])
         cpu.forward(x, [y], [z], _bias(key_mask, q), (asks, None), tables, scale, o, s, fresh=False, again=True)
         return out, lse
     if not devices.is_host(q):
@@ -149,7 +149,7 @@ def selected_backward(
     dq, dk, dv = merge_backward(grad, q, [k], [v], out, lse, *_own(key_mask, lengths, block, q.shape[2], scale))
     a, b, c = (t.flatten(0, 1) for t in (dq, dk, dv))
     if cpu.takes(q) and chosen.numel():
-        asks, tables = visits.tables(chosen.flatten(0, 1), block, q.shape[2])
+        asks, tables = choice.tables(chosen.flatten(0, 1), block, q.shape[2])
         g, x, y, z, o, s = (t.flatten(0, 1) for t in (grad, q, k, v, out, lse))
         empty = s == -torch.inf
         about = (g, (g * o).sum(-1).masked_fill_(empty, 0), s.masked_fill(empty, torch.inf))
