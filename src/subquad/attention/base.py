@@ -254,8 +254,7 @@ class Attention(nn.Module):
         tokens that `state.crop` can remove at least without recomputation; None keeps all tokens, so that any number
         can be removed.
         """
-        random = self.capabilities.stochastic or self.options.dropout > 0
-        seed = draw_seed() if seed is None and random else checked_seed(seed)
+        seed = draw_seed() if seed is None and self.is_random else checked_seed(seed)
         return entrance.start(self, batch_size, device, dtype, seed, rollback)
 
     def extend(
