@@ -350,6 +350,8 @@ def test_user_sets_of_one_length_stream_up_to_that_length():
         ("combiner-fixed", {"causal": False}, "causal=True"),
         ("combiner-fixed", {"max_length": None}, "span or max_length"),
         ("cosformer", {"max_length": None}, "max_length"),
+        ("reformer:chunk=4", {"max_length": None}, "buckets or max_length"),
+        ("reformer:buckets=4", {"max_length": None}, "chunk or max_length"),
         ("fnet", {"causal": False}, "mechanisms that can: full"),
     ],
 )

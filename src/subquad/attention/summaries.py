@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from subquad.attention.base import Rows
 from subquad.attention.call import Call
 from subquad.attention.checks import check_inputs
-from subquad.attention.rows import real_spans
+from subquad.attention.rows import real_spans, repeat_heads
 from subquad.core.numbers import is_symbolic, length_of
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pools import span_pool, spans_with_members
@@ -129,7 +129,7 @@ def _nodes(module, tokens: Tokens, features, find: _Finder, *, back: bool) -> So
     query, key = group_pools((fq, fk), exists, module.abstraction.pool, *about)
     if module.abstraction.learns:  # a single token stands for itself
         single = torch.arange(k.shape[2], device=k.device)[:, None] % 2 == 0
-        key = torch.where(single, k, key)
+        key = torch.where(single, repeat_heads(k, key.shape[1]), key)
     value = find(query, (k, v, exists))
     alive = None if exists is None else groups_with_members(k, exists, *about)
     return turn(key), turn(value), None if alive is None else turn(alive[..., None])[..., 0]
