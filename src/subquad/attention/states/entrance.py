@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.call import draw_seed
+from subquad.attention.checks import refuse_tangents
 from subquad.attention.registry import available, mechanism
 from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, Memory, State, appended, smallest_room
 from subquad.kernels.values import may_look, readable, require
@@ -78,6 +79,7 @@ def memory_of(module: Attention, rollback: int | None) -> Memory:
 def extend(
     module: Attention, q: Tensor, k: Tensor, v: Tensor, state: State, key_mask: Tensor | None
 ) -> tuple[Tensor, State]:
+    refuse_tangents(module, q, k, v)
     chunk, shift = arranged(state, (q, k, v), key_mask)
     chunk = checked_length(module, state, chunk)
     state = recomputed(module, seeded(module, state))
@@ -92,6 +94,7 @@ def extend_tokens(
 ) -> tuple[Tensor, State]:
     """The same for a mechanism that works on tokens (B, t, E), each of which is query, key and value in one."""
     check_state(module, state, x)
+    refuse_tangents(module, x)
     x = x[:, None]  # (B, 1, t, E)
     chunk, shift = arranged(state, (x, x, x), key_mask)
     chunk = checked_length(module, state, chunk._replace(q=chunk.k))
