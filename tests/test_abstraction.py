@@ -13,7 +13,7 @@ KINDS = ("residual-max", "residual-mean", "attended", "residual-attended")
 
 def make(kind, name="combiner-window", causal=True, **more):
     torch.manual_seed(0)
-    sizes = {"span": 4, **({"window": 6, "sinks": 3} if name == "combiner-window" else {})}
+    sizes = {"combiner-window": {"span": 4, "window": 6, "sinks": 3}, "combiner-fixed": {"span": 4}}.get(name, {})
     a = subquad.attention(name, num_heads=4, head_dim=8, causal=causal, abstraction=kind, **sizes, **more).double()
     for parameter in a.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -26,8 +26,13 @@ def tokens(n=23, batch=2):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", ["combiner-window", "combiner-fixed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, name) for kind in KINDS for name in ("combiner-window", "combiner-fixed")),
+        *((kind, name) for kind in KINDS[:2] for name in ("combiner-logsparse", "combiner-tree")),
+    ],
+)
 def test_fast_is_the_definition(kind, name, causal):
     """Values and gradients, with fewer key heads, on padded rows."""
     a, (q, k, v) = make(kind, name, causal), tokens()

@@ -366,6 +366,22 @@ def test_moba_chooses_the_block_that_suits():
     assert (weights[4] > 0).tolist() == [False, False, True, True, True, False]
 
 
+def test_moba_takes_the_first_of_blocks_that_suit_equally():
+    """A query that is 0, as that of a token with the embedding 0, finds all blocks equal: padding decides nothing."""
+    (q, k, v), a = inputs(50), make("moba", block=4, topk=3, causal=True)
+    q = torch.zeros_like(q)
+    out = a(q, k, v)
+    close(out, a.dense(q, k, v))
+    padded, real = (F.pad(x, (0, 0, 30, 0)) for x in (q, k, v)), F.pad(torch.ones(1, 50, dtype=torch.bool), (30, 0))
+    close(a(*padded, key_mask=real)[:, :, 30:], out)
+    with torch.no_grad():
+        streamed, state = [], a.start(1, dtype=torch.float64)
+        for at in range(50):
+            y, state = a.extend(*(x[:, :, at : at + 1] for x in (q, k, v)), state)
+            streamed.append(y)
+    close(torch.cat(streamed, 2), out)
+
+
 def test_selected_attention_passes_opcheck():
     q, k, v = (x.requires_grad_() for x in inputs(9))
     chosen = torch.full((1, 2, 9, 1), -1)

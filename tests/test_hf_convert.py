@@ -158,6 +158,18 @@ def test_generate_with_states_and_beams(name):
         assert torch.equal(cached, not_cached)
 
 
+def test_a_cache_does_not_change_what_is_sampled():
+    """GPT-2 drops weights in training; in evaluation its states draw nothing from torch's generator."""
+    model, given = hf.convert(make("gpt2"), SMALL), inputs("gpt2")
+    assert hf.converted_layers(model)["transformer.h.0.attn"].options.dropout > 0
+    about = {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0, "eos_token_id": None}
+    found = []
+    for use in (True, False):
+        torch.manual_seed(5)
+        found.append(model.generate(**given, **about, use_cache=use))
+    assert torch.equal(*found)
+
+
 def test_states_are_smaller_and_can_be_cropped():
     from subquad.hf.caching import cache_bytes
 

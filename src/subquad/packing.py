@@ -19,6 +19,7 @@ from torch import Tensor
 
 from subquad.attention.base import Attention
 from subquad.attention.call import Record
+from subquad.core.hashing import bits
 from subquad.kernels.values import may_look, readable
 
 SPARE = 32  # slots that may be filled up in a call before another call is cheaper
@@ -73,6 +74,19 @@ class Packing(NamedTuple):
     @property
     def longest(self) -> int:
         return max(bucket.slots.shape[1] for bucket in self.buckets)
+
+    def seeds(self, seed: Tensor | None, training: bool) -> list[Tensor | None]:
+        """A seed for the call of each bucket. In evaluation it is one for all, since rows draw alike there: a sequence
+        gives what it gives alone. In training a call counts its rows from 0, and two buckets would drop the same.
+        """
+        if seed is None or not training:
+            return [seed] * len(self.buckets)
+        return [seed, *(bits(seed, torch.full_like(seed, number)) for number in range(1, len(self.buckets)))]
+
+    def for_call(self, mechanism: Attention, want_record: bool) -> Packing:
+        """The packing that a call takes: where it has something to tell, all sequences share one bucket."""
+        tells = want_record and type(mechanism).attend_observed is not Attention.attend_observed
+        return _as_one_call(self).to(self.back.device) if tells and self.slots is not None else self
 
     def join(self, rows: Sequence[Tensor]) -> Tensor:
         """What the buckets give, (R, m, D) each, in the order of the slots: (B, n, D); 0 where a slot has no place."""
@@ -326,15 +340,13 @@ def attend_packed(
 
     `tokens`: query, key and value (B, n, E); `project` gives the layer's projections for the rows of a bucket.
     """
-    tells = want_record and type(mechanism).attend_observed is not Attention.attend_observed
-    if tells and packing.slots is not None and packing.starts is not None:
-        packing = _as_one_call(packing).to(packing.back.device)
+    packing = packing.for_call(mechanism, want_record)
     outputs, record = [], Record()
-    for bucket in packing.buckets:
+    for bucket, own_seed in zip(packing.buckets, packing.seeds(seed, mechanism.training), strict=True):
         query = bucket.rows(tokens[0])  # one object stays one: projections look at identity
         key = query if tokens[1] is tokens[0] else bucket.rows(tokens[1])
         value = query if tokens[2] is tokens[0] else key if tokens[2] is tokens[1] else bucket.rows(tokens[2])
-        about = (query, key, value, project(bucket), bucket.mask, seed)
+        about = (query, key, value, project(bucket), bucket.mask, own_seed)
         y, record = mechanism.attend_tokens(*about, want_record=want_record)
         outputs.append(y)
     return packing.join(outputs), record

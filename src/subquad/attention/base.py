@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.call import Call, Record, Rows, clean, draw_seed, repeat_heads, weights_by_row
-from subquad.attention.checks import check_inputs, checked_seed, refuse_unknown_arguments
+from subquad.attention.checks import check_inputs, checked_seed, refuse_tangents, refuse_unknown_arguments
 from subquad.attention.registry import no_such_direction
 from subquad.attention.states import entrance
 from subquad.attention.states.keys import attend_kept
@@ -65,6 +65,7 @@ class Attention(nn.Module):
     counting_range: ClassVar[tuple[int, int]] = (512, 2048)  # lengths at which real tensors show the growth of the cost
     countable: int | None = 4096  # `connections` counts sets up to this length; None = a formula for any length
     stays_inside: bool = False  # `attend` reads and writes nothing behind the end of a row
+    is_torch_alone: bool = False  # `attend` consists of torch's own operators: torch knows all their derivatives
     grouped: bool = False  # `attend` takes fewer key heads than query heads; else they are repeated for it
     name: ClassVar[str] = ""  # set by the registry
     options: Any
@@ -253,8 +254,7 @@ class Attention(nn.Module):
         tokens that `state.crop` can remove at least without recomputation; None keeps all tokens, so that any number
         can be removed.
         """
-        random = self.capabilities.stochastic or self.options.dropout > 0
-        seed = draw_seed() if seed is None and random else checked_seed(seed)
+        seed = draw_seed() if seed is None and self.is_random else checked_seed(seed)
         return entrance.start(self, batch_size, device, dtype, seed, rollback)
 
     def extend(
@@ -350,6 +350,7 @@ class Attention(nn.Module):
 
     def _begin(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Rows, Tensor, Tensor, Tensor]:
         """q, k and v as `attend` takes them: rows from slot 0 on, padded slots 0, heads repeated where need be."""
+        refuse_tangents(self, q, k, v)
         rows = Rows.of(key_mask, align=self.positional)
         q, k, v = (rows.align(x) for x in (q, k, v))
         if not (self.stays_inside and self.positional and rows.is_solid):

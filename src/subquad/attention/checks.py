@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def check_inputs(attention: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
@@ -71,6 +72,18 @@ def check_mask(attention: Any, k: Tensor, key_mask: Tensor | None) -> None:
         raise ValueError(f"key_mask must have shape (B, m) = {(k.shape[0], k.shape[2])}, not {tuple(key_mask.shape)}")
     if key_mask.device != k.device:
         raise ValueError(f"key_mask is on {key_mask.device}, k is on {k.device}")
+
+
+def refuse_tangents(attention: Any, *tensors: Tensor, project: Any = None) -> None:
+    """Refuse forward-mode derivatives of inputs, parameters and projections: torch drops tangents at our operators."""
+    if attention.is_torch_alone or torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    layer = getattr(project, "layer", attention)
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, *layer.parameters())):
+        raise NotImplementedError(
+            f"{attention.name} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); take the "
+            "derivative backwards, with torch.autograd.grad"
+        )
 
 
 CALL = ("q", "k", "v", "key_mask", "seed")

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Capabilities
 from subquad.attention.call import Call, Record, Rows, clean_tokens, length_groups, put_together
-from subquad.attention.checks import check_lengths, check_mask
+from subquad.attention.checks import check_lengths, check_mask, refuse_tangents
 from subquad.attention.composite_slice_definition import Definition
 from subquad.attention.slicing import AnyLengthComposer, Composer, Tokens, each
 from subquad.attention.states import entrance
@@ -211,6 +211,7 @@ class CompositeSlice(Attention):
 
     def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False):
         self._check(query, key, value, key_mask)
+        refuse_tangents(self, query, key, value, project=project)
         if self.across is not None:
             return self.across.attend_tokens(self, query, key, value, project, key_mask, seed)
         rows = Rows.of(key_mask, align=True)

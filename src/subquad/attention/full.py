@@ -58,6 +58,10 @@ class Full(Attention):
         super().__init__(options)
         self.map = options.probability_map(options.num_heads)
 
+    @property
+    def is_torch_alone(self) -> bool:
+        return self.options.map in ("softmax", "topk", "hardmax")
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, seen: Tensor | None = None) -> Tensor:
         """`seen`, bool (n, m) or (B, H, n, m): who may see whom, beside causality and the key mask."""
         if self.options.map != "softmax":

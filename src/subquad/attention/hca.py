@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Attention, Capabilities
 from subquad.attention.call import Call, Record, Rows, clean_tokens, real_spans, repeat_heads
-from subquad.attention.checks import check_lengths, check_mask
+from subquad.attention.checks import check_lengths, check_mask, refuse_tangents
 from subquad.attention.full import drop_keys
 from subquad.attention.states import entrance
 from subquad.attention.states.compressed import Compressed
@@ -135,6 +135,7 @@ class HCA(Attention):
 
     def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False):
         self._check(query, key, key_mask)
+        refuse_tangents(self, query, key, project=project)
         rows = Rows.of(key_mask, align=True)
         x, y = (clean_tokens(rows.align(t[:, None])[:, 0], rows.key_mask) for t in (query, key))  # (B, n, E)
         out = self._attend(x, y, project, self._call(rows, seed, query.shape[1]))

@@ -67,12 +67,23 @@ class MoBA(Attention):
         if call.key_mask is not None:
             allowed = allowed & spans_with_members(call.key_mask, size)[:, :, None]  # (B, 1, n, N)
         gate = (q.to(work) @ means.mT).masked_fill(~allowed, -torch.inf)
-        best = gate.topk(min(self.options.topk - 1, count), -1)
-        chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
+        chosen = self._best(gate)
         if call.lengths is None:
             return chosen
         behind = torch.arange(n, device=q.device) >= call.lengths[:, None]  # (B, n)
         return chosen.masked_fill(behind[:, None, :, None], -1)
+
+    def _best(self, gate: Tensor) -> Tensor:
+        """The blocks with the largest gates (B, H, n, N), among equal ones the first: int64 (B, H, n, t), -1 = none.
+
+        `topk` leaves open which of equal ones it takes, and a query that is 0 would see other blocks in other batches.
+        """
+        gate, chosen = gate.clone(), []
+        for _ in range(min(self.options.topk - 1, gate.shape[-1])):
+            value, block = gate.max(-1, keepdim=True)
+            chosen.append(block.masked_fill(value == -torch.inf, -1))
+            gate = gate.scatter_(-1, block, -torch.inf)
+        return torch.cat(chosen, -1) if chosen else gate.new_zeros(*gate.shape[:-1], 0, dtype=torch.int64)
 
     def make_memory(self, margin: int) -> Memory:
         return Chosen(self.options.num_heads, margin)
@@ -88,9 +99,9 @@ class MoBA(Attention):
         block = torch.arange(means.shape[2], device=q.device)
         allowed = (block < own[:, None, :, None]) & (count[..., 0] > 0)[:, :, None]  # (B, 1, t, N)
         gate = (q.detach().to(work) @ means.mT).masked_fill(~allowed, -torch.inf)  # (B, H, t, N)
-        best = gate.topk(min(self.options.topk - 1, len(block)), -1)
-        picked = torch.zeros_like(gate, dtype=torch.bool).scatter(-1, best.indices, best.values > -torch.inf)
-        picked = picked | (block == own[:, None, :, None])
+        best = self._best(gate)
+        picked = torch.zeros_like(F.pad(gate, (0, 1)), dtype=torch.bool).scatter(-1, best % (len(block) + 1), True)
+        picked = picked[..., :-1] | (block == own[:, None, :, None])  # the last place is for none
         return seen & picked.repeat_interleave(size, -1)[..., :m]
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:

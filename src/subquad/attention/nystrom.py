@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from subquad.attention.base import Capabilities
 from subquad.attention.call import Call, Record
-from subquad.attention.checks import check_lengths
+from subquad.attention.checks import check_lengths, refuse_tangents
 from subquad.attention.full import drop
 from subquad.attention.outputs import OutputAttention, within_rows
 from subquad.core.options import Options as BaseOptions
@@ -74,13 +74,16 @@ class Nystrom(OutputAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         kind, work = q.dtype, torch.promote_types(q.dtype, torch.float32)
-        q, k, v = q.to(work), k.to(work), v.to(work)
+        with torch.autocast(q.device.type, enabled=False):  # the inverse needs more digits than autocast leaves
+            return self._attend(q.to(work), k.to(work), v.to(work), call).to(kind)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if call.key_mask is not None or call.dropout:
-            return self._masked(q, k, v, call).to(kind)
+            return self._masked(q, k, v, call)
         size = -(-q.shape[2] // self.options.landmarks)
         marks, keys, absent = self._whole_vectors(_means(q, size), _means(k, size))
         scores = q @ (keys * self.options.softmax_scale).mT + absent  # (B, H, n, m)
-        return self._through(scores, k @ (marks * self.options.softmax_scale).mT, v, marks, keys, absent).to(kind)
+        return self._through(scores, k @ (marks * self.options.softmax_scale).mT, v, marks, keys, absent)
 
     def attend_tokens(self, query, key, value, project, key_mask, seed=None, *, want_record=False):
         """q K̃ᵀ = X (Wᵀ K̃ᵀ): tokens are mapped to their scores, and never to queries and keys."""
@@ -95,6 +98,7 @@ class Nystrom(OutputAttention):
         ):
             return super().attend_tokens(query, key, value, project, key_mask, seed, want_record=want_record)
         check_lengths(self, n, n)
+        refuse_tangents(self, query, project=project)
         means = _means(query[:, None], -(-n // o.landmarks))[:, 0]  # (B, m, E): those of queries are queries of means
         marks, keys, absent = self._whole_vectors(project.queries(means), project.keys(means))
         (wq, bq), (wk, _), (wv, bv) = (project.matrix(which) for which in range(3))

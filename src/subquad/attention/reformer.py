@@ -66,6 +66,12 @@ class Reformer(Attention):
         """1 when both sizes are fixed; else buckets or chunks grow with the length."""
         return 1.0 if self.options.buckets is not None and self.options.chunk is not None else 2.0
 
+    @property
+    def open_size(self) -> str | None:
+        o = self.options
+        open_sizes = [size for size in ("buckets", "chunk") if getattr(o, size) is None]
+        return None if o.max_length or not open_sizes else open_sizes[0]
+
     def sizes(self, slots: int) -> tuple[int, int]:
         """Buckets and tokens of a chunk, from max_length, or from the length of the batch without it."""
         length = self.options.max_length or settled(slots, self.name, "the number of buckets", "give max_length")

@@ -102,12 +102,15 @@ class Sinkhorn(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         kind, work, n = q.dtype, torch.promote_types(q.dtype, torch.float32), q.shape[2]
-        q, blocks = q.to(work), self._blocks(k.to(work), v.to(work), call)
-        if self.options.sortcut:
-            out = self._cut(q, blocks, call)
-        else:
-            out = self._dropping(q, blocks, call) if call.dropout else self._beside(q, k.to(work), v.to(work), blocks)
+        with torch.autocast(q.device.type, enabled=False):
+            out = self._attend(q.to(work), k.to(work), v.to(work), call)
         return within_rows(out[:, :, :n], call).to(kind)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        blocks = self._blocks(k, v, call)
+        if self.options.sortcut:
+            return self._cut(q, blocks, call)
+        return self._dropping(q, blocks, call) if call.dropout else self._beside(q, k, v, blocks)
 
     def _beside(self, q: Tensor, k: Tensor, v: Tensor, blocks: _Blocks) -> Tensor:
         """The query's block and the sorted one."""

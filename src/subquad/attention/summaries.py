@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.attention.base import Rows
-from subquad.attention.call import Call, real_spans
+from subquad.attention.call import Call, real_spans, repeat_heads
 from subquad.attention.checks import check_inputs
 from subquad.core.numbers import is_symbolic, length_of
 from subquad.kernels.merge import merge_attention
@@ -124,7 +124,7 @@ def _nodes(module, tokens: Tokens, features, find: Find, *, back: bool) -> Sourc
     query, key = group_pools((fq, fk), exists, module.abstraction.pool, *about)
     if module.abstraction.learns:  # a single token stands for itself
         single = torch.arange(k.shape[2], device=k.device)[:, None] % 2 == 0
-        key = torch.where(single, k, key)
+        key = torch.where(single, repeat_heads(k, key.shape[1]), key)
     value = find(query, (k, v, exists))
     alive = None if exists is None else groups_with_members(k, exists, *about)
     return turn(key), turn(value), None if alive is None else turn(alive[..., None])[..., 0]

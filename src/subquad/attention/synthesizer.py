@@ -71,6 +71,8 @@ class Synthesizer(Attention):
             self.weight = nn.Parameter(torch.empty(h, width, d).uniform_(-bound, bound))
             self.bias = nn.Parameter(torch.zeros(h, width))
 
+    is_torch_alone = True
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         work = torch.promote_types(q.dtype, torch.float32)
         weights = drop(self._weights(q.to(work), call), call)

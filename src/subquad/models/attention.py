@@ -129,6 +129,7 @@ class AttentionLayer(nn.Module):
         drawn = None if seed is None else torch.tensor(seed)
         if want_weights and drawn is None and mechanism.is_random:
             drawn = draw_seed()  # the output and the record must speak of the same sampled graph
+        packing = None if packing is None else packing.for_call(mechanism, want_record)
         with weights_at_hand(mechanism):
             if packing is None:
                 about = (x, keys, keys, project, key_mask, drawn)
@@ -210,9 +211,10 @@ class AttentionLayer(nn.Module):
             weights = mechanism.differentiable_weights(q, k, key_mask, seed)  # (B, H, n, m)
         else:
             apart = []
-            for bucket in packing.buckets:
+            seeds = packing.seeds(seed, mechanism.training)
+            for bucket, own_seed in zip(packing.buckets, seeds, strict=True):
                 own_q, own_k = (bucket.rows(part.transpose(1, 2)).transpose(1, 2) for part in (q, k))
-                apart.append(mechanism.differentiable_weights(own_q, own_k, bucket.mask, seed))
+                apart.append(mechanism.differentiable_weights(own_q, own_k, bucket.mask, own_seed))
             weights = packing.join_weights(apart)
         dropped = F.dropout(weights, mechanism.options.dropout, training=self.training)
         y = dropped.to(v.dtype) @ repeat_heads(v, q.shape[1])

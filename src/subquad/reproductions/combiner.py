@@ -64,8 +64,8 @@ TABLE_1 = Reproduction(
     },
     claims=(*PAIRS, Claim("Combiner-Mixture, 12 layers", "Performer, 12 layers")),
     larger_is_better=False, rates=("3e-3", "1e-3"),
-    differs="2 layers of 64 (and 4 for 12), 1,000 steps of 4 pictures, 16 test pictures; ImageNet-64 is a sample of 600 "
-    "pictures where there is nothing else, and takes 500 steps of one picture",
+    differs="2 layers of 64 (and 4 for 12), 1,000 steps of 4 pictures, 16 test pictures; ImageNet-64 is a sample of "
+    "600 pictures where there is nothing else, and takes 500 steps of one picture",
 )  # fmt: skip
 
 TABLE_2 = Reproduction(

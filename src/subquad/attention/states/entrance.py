@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from subquad.attention.call import draw_seed
+from subquad.attention.checks import refuse_tangents
 from subquad.attention.registry import available, mechanism
 from subquad.attention.states.state import LEAST, ROLLBACK, Buffers, Chunk, Memory, State, appended, smallest_room
 from subquad.kernels.values import may_look, readable, require
@@ -77,9 +79,10 @@ def memory_of(module: Attention, rollback: int | None) -> Memory:
 def extend(
     module: Attention, q: Tensor, k: Tensor, v: Tensor, state: State, key_mask: Tensor | None
 ) -> tuple[Tensor, State]:
+    refuse_tangents(module, q, k, v)
     chunk, shift = arranged(state, (q, k, v), key_mask)
     chunk = checked_length(module, state, chunk)
-    state = recomputed(module, state)
+    state = recomputed(module, seeded(module, state))
     out, buffers = state.memory.extend(module, chunk, state)
     if chunk.here is not None:
         out = out.masked_fill(~chunk.here[:, None, :, None], 0)
@@ -91,13 +94,19 @@ def extend_tokens(
 ) -> tuple[Tensor, State]:
     """The same for a mechanism that works on tokens (B, t, E), each of which is query, key and value in one."""
     check_state(module, state, x)
+    refuse_tangents(module, x)
     x = x[:, None]  # (B, 1, t, E)
     chunk, shift = arranged(state, (x, x, x), key_mask)
     chunk = checked_length(module, state, chunk._replace(q=chunk.k))
-    state = recomputed(module, state, project)
+    state = recomputed(module, seeded(module, state), project)
     memory: Any = state.memory  # that of such a mechanism projects the tokens
     out, buffers = memory.extend(module, chunk, state, project)
     return moved_back(out, shift), extended(state, chunk, buffers)
+
+
+def seeded(module: Attention, state: State) -> State:
+    """The state with a seed, where something is drawn: a state that evaluation began has none for training."""
+    return replace(state, seed=draw_seed()) if state.seed is None and module.is_random else state
 
 
 def recomputed(module: Attention, state: State, *project: Any) -> State:
