@@ -30,6 +30,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from subquad.core.child import first_to_tell
+from subquad.kernels import devices
 
 BYTES = 32  # of a vector
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # without nnan and ninf: -inf and NaN keep their meaning
@@ -271,9 +272,7 @@ def _spread(workers, address, words):
 def fits(*tensors: Tensor) -> bool:
     """On a CPU, of a type and a width that there are vectors of?"""
     kinds = (torch.float32, torch.float64)
-    return all(
-        x.device.type == "cpu" and x.dtype in kinds and x.shape[-1] * x.element_size() % BYTES == 0 for x in tensors
-    )
+    return all(devices.is_host(x) and x.dtype in kinds and x.shape[-1] * x.element_size() % BYTES == 0 for x in tensors)
 
 
 def ready(x: Tensor) -> Tensor:
