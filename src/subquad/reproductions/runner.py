@@ -67,12 +67,12 @@ class Plan:
     @property
     def table(self) -> Reproduction:
         """What is reported: the part that is run, and what the earlier result has beside it."""
-        whole = REPRODUCTIONS.get(self.reproduction.key, self.reproduction)
         cells = self.earlier.get("ours", {})
-        columns = {name for row in cells.values() for name in row} | {each.name for each in self.reproduction.columns}
-        methods = set(cells) | {each.name for each in self.reproduction.methods}
         if not cells:
             return self.reproduction
+        whole = REPRODUCTIONS.get(self.reproduction.key, self.reproduction)
+        columns = {name for row in cells.values() for name in row} | {each.name for each in self.reproduction.columns}
+        methods = set(cells) | {each.name for each in self.reproduction.methods}
         return limited(
             whole,
             [each.name for each in whole.methods if each.name in methods],
