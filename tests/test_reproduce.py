@@ -18,6 +18,7 @@ from subquad.reproductions.declare import Claim, Column, Method, Reproduction, l
 from subquad.reproductions.runner import Plan, absent, summary
 from subquad.tasks import task as make_task
 from subquad.training import compare as comparing
+from subquad.training import log
 from subquad.training.run import Run, check_specs, train
 from training_runs import one_thread
 
@@ -205,12 +206,52 @@ def test_an_earlier_result_is_continued_without_its_runs(tiny_data, tmp_path, mo
     assert not started and again["ours"] == grown["ours"] and list(again["methods"]) == [first.name, second.name]
     assert again["claims"] == grown["claims"] and again["seeds"] == 2
 
-    with pytest.raises(ValueError, match=r"learning rates 1e-3,2e-3, not 1e-3: continue it with `rates` 1e-3,2e-3"):
-        runner.reproduce(Plan(table, tmp_path / "elsewhere", rates=("1e-3",), earlier=grown))
+    with pytest.raises(ValueError, match=r"not with that of the recipe: continue it with `rates` 1e-3,2e-3, or choose"):
+        runner.reproduce(Plan(table, tmp_path / "elsewhere", rates=(), earlier=grown))
     small = table.columns[0].small
     other = replace(table.columns[0], small=small._replace(settings=(*small.settings, "decay=0.5")))
     with pytest.raises(ValueError, match=r"was trained with other settings or another spec \(1 layer, STRIDED UNION"):
         runner.reproduce(replace(plan, reproduction=replace(table, columns=(other,)), earlier=grown))
+
+
+@pytest.mark.parametrize("better", ["the recipe's", "another"])
+def test_learning_rates_are_added_to_an_earlier_result(better, tiny_data, tmp_path, monkeypatch):
+    """What was tried is not tried again; the best on validation is kept, with the seeds that it has."""
+    started, table = [], miniature(find("sparse-table-1"), tiny_data)
+    table = replace(table, methods=table.methods[:1], claims=())
+    monkeypatch.setitem(REPRODUCTIONS, table.key, table)
+    (method,), (column,) = table.methods, table.columns
+    recipe = make_task(column.task, "small", column.small.settings).recipe.rate
+    assert recipe == 2e-3  # which the bracket writes otherwise: 2.0e-3
+    scores = {None: 0.5, "4e-3": 0.75 if better == "another" else 0.25, "3e-3": 0.125}
+
+    def run(comparison, attention, seed, rate=None):
+        started.append((seed, rate))
+        in_process(comparison, attention, seed, rate)
+        folder = comparison.folder(attention, seed, rate)
+        log.write_result(folder, {**log.read_result(folder), "valid": scores[rate], "test": {"accuracy": 0.5 + seed}})
+        log.write(folder, [{"step": 2, "valid": {"accuracy": scores[rate]}}])
+        return 0
+
+    monkeypatch.setattr(comparing, "run_one", run)
+    alone = runner.reproduce(Plan(table, tmp_path / "alone", seeds=2, rates=()))
+    assert started == [(0, None), (1, None)] and "tried" not in alone["ours"][method.name][column.name]
+    started.clear()
+    plan = Plan(table, tmp_path / "more", seeds=2, rates=("2.0e-3", "4e-3"), earlier=alone)
+    grown = runner.reproduce(plan)
+    cell = grown["ours"][method.name][column.name]
+    if better == "another":
+        assert started == [(0, "4e-3"), (1, "4e-3")] and cell["rate"] == "4e-3" and cell["seeds"] == [0, 1]
+        assert "Learning rates tried: 2.0e-3, 4e-3. Chosen on validation: 4e-3." in pages.remarks(grown)
+    else:
+        assert started == [(0, "4e-3")] and cell["rate"] == "2.0e-3"
+        assert {**cell, "rate": None, "tried": 0} == {**alone["ours"][method.name][column.name], "tried": 0}
+    assert cell["tried"] == {"2.0e-3": 50.0, "4e-3": 100 * scores["4e-3"]}
+    started.clear()
+    assert runner.reproduce(replace(plan, out=tmp_path / "again", earlier=grown))["ours"] == grown["ours"]
+    third = runner.reproduce(replace(plan, out=tmp_path / "third", rates=("3e-3",), earlier=grown))
+    assert started == [(0, "3e-3")] and third["rates"] == ["2.0e-3", "4e-3", "3e-3"]
+    assert third["ours"][method.name][column.name] == {**cell, "tried": {**cell["tried"], "3e-3": 12.5}}
 
 
 @pytest.mark.parametrize(

@@ -141,10 +141,29 @@ def remarks(result: dict[str, Any]) -> list[str]:
     if said:
         lines.append(f"What fails: {'; '.join(said)}.")
     if result["rates"]:
-        lines.append(f"Learning rates tried for each method: {', '.join(result['rates'])}.")
+        lines.append(rates_in_words(result))
     lines += [f"Missing: {note}" for note in result["notes"]]
     lines.append(f"`subquad reproduce {result['key']}`, version {result['versions']['subquad']}.")
     return lines
+
+
+def rates_in_words(result: dict[str, Any]) -> str:
+    """Which learning rates were tried, and which were chosen on validation."""
+    cells = {(name, column): cell for name, row in result["ours"].items() for column, cell in row.items()}
+    tried = {place: ", ".join(cell.get("tried") or result["rates"]) for place, cell in cells.items() if cell["rate"]}
+    chosen = {place: cell["rate"] for place, cell in cells.items() if cell["rate"]}
+    lines = [f"Learning rates tried: {_grouped(tried)}.", f"Chosen on validation: {_grouped(chosen)}."] * bool(tried)
+    alone = [f"{name} ({column})" for name, column in cells if (name, column) not in tried]
+    return " ".join([*lines, *([f"Only the rate of the recipe was tried for {'; '.join(alone)}."] * bool(alone))])
+
+
+def _grouped(values: dict[tuple[str, str], str]) -> str:
+    """The most frequent value, then the others, each with the cells that have it."""
+    places: dict[str, list[str]] = {}
+    for (name, column), value in values.items():
+        places.setdefault(value, []).append(f"{name} ({column})")
+    first, *others = sorted(places, key=lambda value: -len(places[value]))
+    return " · ".join([first, *(f"{value} for {'; '.join(places[value])}" for value in others)])
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ any time: a missing data set or an interruption costs nothing that was there bef
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,7 @@ from subquad.reproductions.declare import Column, Method, Reproduction, check_po
 from subquad.reproductions.earlier import check_earlier, file_name, joined, known, setting
 from subquad.reproductions.measures import Ask
 from subquad.training import log
-from subquad.training.compare import Comparison, Known, check_attentions, check_data, compare, prepare
+from subquad.training.compare import Comparison, check_attentions, check_data, compare, prepare
 from subquad.training.run import versions
 
 Tell = Callable[[str], None]
@@ -61,7 +62,7 @@ class Plan:
                 comparison = Comparison(
                     column.task, specs, where, recipe, settings, self.seeds, self.data, rates=self.bracket, timed=False
                 )  # fmt: skip
-                comparison.known = known(self.earlier, column.name, methods, self.scale, comparison)
+                comparison.known = known(self.earlier, column, methods, self.scale, comparison)
                 yield column, methods, comparison
 
     @property
@@ -165,11 +166,20 @@ def collect(plan: Plan) -> dict[str, dict[str, Any]]:
     for column, methods, comparison in plan.comparisons():
         plateau = _plateau(comparison)
         for method in methods:
-            found = _cell(comparison, method.spec_at(plan.scale), column, plateau)
-            cell = joined(before.get(method.name, {}).get(column.name), found)
+            spec = method.spec_at(plan.scale)
+            rate, old = comparison.chosen(spec), before.get(method.name, {}).get(column.name)
+            kept = old if comparison.known_seeds(spec, rate) else None  # not if another learning rate is better
+            cell = joined(kept, _cell(comparison, spec, column, plateau))
             if cell is not None:
-                cells.setdefault(method.name, {})[column.name] = cell
+                bracket = {"rate": rate, "tried": _tried(comparison, spec, column)} if comparison.rates else {}
+                cells.setdefault(method.name, {})[column.name] = {**cell, **bracket}
     return cells
+
+
+def _tried(comparison: Comparison, spec: str, column: Column) -> dict[str, float | None]:
+    """Validation scores by learning rate; None where an earlier result has none, or it is no number."""
+    scores = {rate: column.factor * result["valid"] for rate, result in comparison.tried(spec).items()}
+    return {rate: score if math.isfinite(score) else None for rate, score in scores.items()}
 
 
 def _plateau(comparison: Comparison) -> Any:
@@ -187,8 +197,8 @@ def _cell(comparison: Comparison, spec: str, column: Column, plateau: Any) -> di
     rate = comparison.chosen(spec)
     if comparison.rates and rate is None:
         return None
-    old = comparison.known.get(spec, Known()).seeds
-    folders = {seed: comparison.folder(spec, seed, rate) for seed in range(comparison.seeds) if seed not in old}
+    new = [seed for seed in range(comparison.seeds) if seed not in comparison.known_seeds(spec, rate)]
+    folders = {seed: comparison.folder(spec, seed, rate) for seed in new}
     results = {seed: log.read_result(folder) for seed, folder in folders.items()}
     found = {seed: score(result, column) for seed, result in results.items() if result is not None}
     scores = {seed: number for seed, number in found.items() if number is not None}
@@ -239,9 +249,10 @@ def summary(plan: Plan, cells: dict[str, dict[str, Any]], notes: Sequence[str] =
             "task": column.task, "recipe": recipe, "settings": list(settings), "larger_is_better": larger,
             "order": verdict.order(ours, larger=larger), "paper_order": verdict.order(theirs, larger=larger),
         }  # fmt: skip
+    rates = dict.fromkeys((*plan.earlier.get("rates", ()), *plan.bracket))
     return {
         "key": reproduction.key, "place": reproduction.place, "title": reproduction.title, "scale": plan.scale,
-        "seeds": max(plan.seeds, plan.earlier.get("seeds", 1)), "rates": list(plan.bracket), "versions": versions(),
+        "seeds": max(plan.seeds, plan.earlier.get("seeds", 1)), "rates": list(rates), "versions": versions(),
         "differs": reproduction.differs,
         "columns": columns,
         "methods": {method.name: _described(method, plan.scale) for method in reproduction.methods},

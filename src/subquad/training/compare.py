@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from subquad.core.child import TOLD, command
@@ -37,10 +38,13 @@ from subquad.training.start import check_out
 
 
 class Known(NamedTuple):
-    """Runs of an attention that are known from elsewhere: its learning rate, if there was a choice, and their seeds."""
+    """Runs of an attention that are known from elsewhere: its learning rate, if there was a choice, and their seeds;
+    the rates that were tried for it, each with what `choose` asks for.
+    """
 
     rate: str | None = None
     seeds: tuple[int, ...] = ()
+    tried: Mapping[str, dict[str, Any]] = MappingProxyType({})
 
 
 @dataclass
@@ -73,13 +77,19 @@ class Comparison:
         return (own if rate is None else own / f"rate={rate}") / f"seed{seed}"
 
     def tried(self, attention: str) -> dict[str, dict[str, Any]]:
-        """The results of the learning rates that have been tried."""
+        """The results of the learning rates that have been tried, here or elsewhere."""
         found = {rate: log.read_result(self.folder(attention, 0, rate)) for rate in self.rates}
-        return {rate: result for rate, result in found.items() if result is not None}
+        here = {rate: result for rate, result in found.items() if result is not None}
+        return {**self.known.get(attention, Known()).tried, **here}
 
     def chosen(self, attention: str) -> str | None:
         """The best of the learning rates that have been tried; None if there was no choice, or none came to an end."""
-        return self.known.get(attention, Known()).rate or choose(self.tried(attention))
+        return choose(self.tried(attention))
+
+    def known_seeds(self, attention: str, rate: str | None) -> tuple[int, ...]:
+        """The seeds that have been run elsewhere with this learning rate."""
+        known = self.known.get(attention, Known())
+        return known.seeds if known.rate == rate else ()
 
 
 def check(comparison: Comparison) -> None:
@@ -200,14 +210,14 @@ def pending(comparison: Comparison) -> Iterator[tuple[str, int, str | None]]:
     """
     for seed in range(comparison.seeds):
         for attention in comparison.attentions:
-            if seed in comparison.known.get(attention, Known()).seeds:
-                continue
             rates: tuple[str | None, ...] = comparison.rates or (None,)
             if comparison.rates and seed:
                 rates = (comparison.chosen(attention),)
+            elsewhere = comparison.known.get(attention, Known()).tried
             for rate in rates:
                 nothing_chosen = bool(comparison.rates) and rate is None
-                if not nothing_chosen and log.read_result(comparison.folder(attention, seed, rate)) is None:
+                known = seed in comparison.known_seeds(attention, rate) or (seed == 0 and rate in elsewhere)
+                if not (nothing_chosen or known) and log.read_result(comparison.folder(attention, seed, rate)) is None:
                     yield attention, seed, rate
 
 
