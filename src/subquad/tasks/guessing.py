@@ -19,7 +19,7 @@ import numpy as np
 
 from subquad.tasks.base import IGNORED, Splits, Task
 
-COUNTED = 500  # training examples whose labels are counted, and test examples that are scored
+COUNTED = 2000  # training examples whose labels are counted, and test examples that are scored
 GROUPS = 10  # parts of the test set whose scores tell how far chance moves the score
 
 
@@ -42,9 +42,10 @@ def guess(task: Task, splits: Splits) -> Guess:
 
 
 def labels(task: Task, dataset) -> list[np.ndarray]:
-    """The labels of evenly spread examples, each (m,); a causal model does not predict the first token."""
-    size = len(dataset)
-    chosen = np.unique(np.linspace(0, size - 1, min(size, COUNTED)).astype(int))
+    """The labels of some examples, each (m,); a causal model does not predict the first token. They are drawn, because
+    data may be in an order: labels that alternate, say, or one class after the other.
+    """
+    chosen = np.random.default_rng(0).permutation(len(dataset))[:COUNTED]
     found = [np.atleast_1d(np.asarray(dataset[int(index)]["labels"])) for index in chosen]
     return [each[1:] for each in found] if task.head == "causal-lm" else found
 
