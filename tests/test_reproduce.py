@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import subquad
 from subquad.cli import app
 from subquad.core.options import split_spec
 from subquad.reproductions import REPRODUCTIONS, drawings, find, measures, pages, runner, verdict
@@ -71,6 +72,17 @@ def test_every_method_can_do_its_task(each):
                 spec = method.spec_at(scale)
                 if scale == "small" or split_spec(spec)[0] not in ("random", "bigbird"):  # whose sets are drawn
                     assert possible(column.task, comparison.recipe, comparison.settings, spec)
+
+
+@pytest.mark.parametrize("each", [each for each in TRAINED if not each.too_big], ids=lambda each: each.key)
+def test_sparse_methods_are_sparse_at_the_reduced_length(each):
+    """A window as long as the sequence is full attention by another name."""
+    for column, methods, comparison in Plan(each, Path("nowhere")).comparisons():
+        recipe = make_task(column.task, comparison.recipe, comparison.settings).recipe
+        for method in methods:
+            made = subquad.attention(method.spec.split("|")[0], num_heads=2, head_dim=8, max_length=recipe.length)
+            if made.family == "sparse pattern":
+                assert made.connections(recipe.length) < 0.75 * recipe.length**2, (column.name, method.spec)
 
 
 # ---- miniatures -----------------------------------------------------------------------------------------------------
