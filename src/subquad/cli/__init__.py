@@ -172,7 +172,8 @@ def import_modules(words: list[str]) -> list[str]:
 
 def in_words(error: Any, words: list[str]) -> str:
     """The message of a usage error. Newer versions of typer do not name the value of an option: it is added."""
-    message, should = error.format_message(), "Input should be "
+    suggested = "Did you mean" in error.message  # by typer; click 8.4 and newer would add the same words
+    message, should = error.message if suggested else error.format_message(), "Input should be "
     command = getattr(error.ctx, "info_name", "")
     unknown = re.match(r"No such option:? '?--([\w-]+)", message)  # with or without the colon, as click has it
     if unknown and unknown[1] == "device":
