@@ -9,6 +9,7 @@ from torch import nn
 import subquad
 from subquad.attention.registry import mechanism
 from subquad.layers import Projections
+from subquad.testing import cases
 
 
 def pair(**options):
@@ -351,6 +352,26 @@ def test_empty_batches_and_wrong_seeds_are_refused(spec):
     with pytest.raises(TypeError, match="q must be of a floating-point dtype of 16 bits or more"):
         a(*(x.to(torch.float8_e4m3fn),) * 3)
     torch.testing.assert_close(a(x, x, x, seed=3), a(x, x, x, seed=torch.tensor(3)))
+
+
+@pytest.mark.parametrize("name", subquad.available())
+@pytest.mark.parametrize("head_dim", [6, 8])  # 6: torch's products instead of kernels for whole vectors
+def test_a_backward_pass_may_be_called_under_autocast(name, head_dim):
+    for case in cases(name, **mechanism(name).examples[0]):
+        options = {"max_length": 64, **case.options}
+        torch.manual_seed(0)
+        layer = subquad.MultiheadAttention(
+            2 * head_dim, 2, batch_first=True, attention=name, **{**options, "causal": case.causal}
+        )
+        x, found = torch.randn(2, 19, 2 * head_dim, requires_grad=True), []
+        for on in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                torch.manual_seed(1)
+                out = layer(x, x, x, need_weights=False)[0].float()
+                found.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        for exact, rough in zip(*found, strict=True):
+            assert rough.isfinite().all()
+            assert case.able.stochastic or (exact - rough).abs().max() < 0.2 * exact.abs().max()
 
 
 def test_float_masks_are_part_of_a_compiled_graph():

@@ -287,8 +287,7 @@ class MultiheadAttention(nn.Module):
             if x.shape[-1] != width:
                 raise ValueError(f"{name} must have width {width}, not {x.shape[-1]}")
             own: Any = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
-            same = x.dtype == own.dtype or torch.is_autocast_enabled(x.device.type)
-            if not same or x.device != own.device:
+            if x.device != own.device or not (x.dtype == own.dtype or torch.is_autocast_enabled(x.device.type)):
                 raise TypeError(f"{name} is {x.dtype} on {x.device}, the layer is {own.dtype} on {own.device}")
 
     def _key_mask(self, padding: Tensor | None, key: Tensor) -> Tensor | None:
