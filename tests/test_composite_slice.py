@@ -114,6 +114,21 @@ def test_ablations_are_their_definition(name, causal):
         same(m, n, mask)
 
 
+@both
+@ablation
+def test_fewer_key_heads_are_their_definition(name, causal):
+    m = layer(causal, heads=4, num_kv_heads=2, **{"max_length": 80, **ABLATIONS[name]})
+    mask = torch.stack([torch.arange(21) != 9, torch.arange(21) >= 5])
+    same(m, 21, mask)
+    assert len(m.attention.weights(*[tokens(21)] * 3, Projections(m))) == m.attention.options.levels
+    if causal:
+        state, x, outs = m.start(2), tokens(21), []
+        for first, last in ((0, 2), (2, 20), (20, 21)):
+            y, state = m.extend(x[:, first:last], state, key_mask=mask[:, first:last])
+            outs.append(y)
+        torch.testing.assert_close(torch.cat(outs, 1)[mask], m.out_proj(mixed(m, x, mask))[mask])
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_length_reach_and_mask(data):

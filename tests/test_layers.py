@@ -9,6 +9,7 @@ from torch import nn
 import subquad
 from subquad.attention.registry import mechanism
 from subquad.layers import Projections
+from subquad.testing import cases
 
 
 def pair(**options):
@@ -118,6 +119,9 @@ def test_long_weights_earn_a_warning():
     [
         (lambda: subquad.MultiheadAttention(25, 4), "embed_dim"),
         (lambda: subquad.MultiheadAttention(24, 0), "num_heads"),
+        (lambda: subquad.MultiheadAttention(True, 1), "embed_dim"),
+        (lambda: subquad.MultiheadAttention(24, 4, kdim=0), "kdim"),
+        (lambda: subquad.MultiheadAttention(24, 4, vdim="8"), "vdim"),
         (lambda: subquad.MultiheadAttention(24, 4, add_bias_kv=True), "add_bias_kv"),
         (lambda: subquad.MultiheadAttention(24, 4, add_zero_attn=True), "add_zero_attn"),
         (lambda: subquad.MultiheadAttention(24, 4, attention="fulll"), "full"),
@@ -151,6 +155,39 @@ def test_a_bad_call_is_refused():
         for call in (a, a.observe, a.dense):
             with pytest.raises(TypeError, match=rf"{label} must be a tensor \(B, H, n, d\), not NoneType"):
                 call(**{name: None if name == label else q for name in "qkv"})
+
+
+@pytest.mark.parametrize("spec", ["full", "linformer:k=3,max_length=9", "hca:window=3,rate=2", "composite-slice"])
+def test_tokens_that_do_not_go_together_are_refused_by_name(spec):
+    """Some mechanisms project keys and values by themselves, where a batch of 1 would be broadcast."""
+    m = subquad.MultiheadAttention(24, 4, attention=spec, causal=spec.startswith("hca"), batch_first=True)
+    x = torch.randn(2, 6, 24)
+    for tokens, words in (
+        ((x, x[:1], x), "key has batch size 1|key must have the shape"),
+        ((x, x, x[:1]), "value has batch size 1|value must have the shape"),
+        ((x, x, x[:, :5]), "value has length 5|value must have the shape"),
+        ((x.double(),) * 3, "query is torch.float64 on cpu, the layer is torch.float32"),
+        ((x, x.to("meta"), x), "key is torch.float32 on meta"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            m(*tokens, need_weights=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert m(*(x.bfloat16(),) * 3, need_weights=False)[0].dtype == torch.bfloat16
+
+
+def test_a_bad_attn_mask_is_refused():
+    """A mask (B, n, m) is not one of (B·H, n, m), even where the heads would divide it; 1 of an integer mask may mean
+    either."""
+    m, x = subquad.MultiheadAttention(24, 2, batch_first=True), torch.randn(2, 6, 24)
+    none = torch.zeros(6, 6, dtype=torch.bool)
+    for mask in (none.int(), none.tolist(), none.numpy(), none[:5], none.expand(2, 6, 6), none.expand(3, 6, 6),
+                 none.expand(8, 6, 6), none.to("meta")):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match="attn_mask"):
+            m(x, x, x, attn_mask=mask)
+    torch.testing.assert_close(m(x, x, x, attn_mask=none.expand(4, 6, 6)), m(x, x, x))
+    for padding in (none[:2].tolist(), none[:2].to("meta")):
+        with pytest.raises((TypeError, ValueError), match="key_padding_mask"):
+            m(x, x, x, key_padding_mask=padding)
 
 
 # ---- one call, one graph; padding and masks ----------------------------------------------------------------
@@ -310,7 +347,31 @@ def test_empty_batches_and_wrong_seeds_are_refused(spec):
     for wrong in (1.5, torch.tensor(1.5), torch.tensor([1])):
         with pytest.raises(TypeError, match="seed must be an integer"):
             a(x, x, x, seed=wrong)
+    with pytest.raises(ValueError, match="seed must fit into 64 bits"):
+        a(x, x, x, seed=1 << 64)
+    with pytest.raises(TypeError, match="q must be of a floating-point dtype of 16 bits or more"):
+        a(*(x.to(torch.float8_e4m3fn),) * 3)
     torch.testing.assert_close(a(x, x, x, seed=3), a(x, x, x, seed=torch.tensor(3)))
+
+
+@pytest.mark.parametrize("name", subquad.available())
+@pytest.mark.parametrize("head_dim", [6, 8])  # 6: torch's products instead of kernels for whole vectors
+def test_a_backward_pass_may_be_called_under_autocast(name, head_dim):
+    for case in cases(name, **mechanism(name).examples[0]):
+        options = {"max_length": 64, **case.options}
+        torch.manual_seed(0)
+        layer = subquad.MultiheadAttention(
+            2 * head_dim, 2, batch_first=True, attention=name, **{**options, "causal": case.causal}
+        )
+        x, found = torch.randn(2, 19, 2 * head_dim, requires_grad=True), []
+        for on in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                torch.manual_seed(1)
+                out = layer(x, x, x, need_weights=False)[0].float()
+                found.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        for exact, rough in zip(*found, strict=True):
+            assert rough.isfinite().all()
+            assert case.able.stochastic or (exact - rough).abs().max() < 0.2 * exact.abs().max()
 
 
 def test_float_masks_are_part_of_a_compiled_graph():

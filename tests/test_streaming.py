@@ -93,6 +93,24 @@ def test_fewer_key_heads(name):
     close(got, a(*xs, seed=SEED), 1e-9, "two key heads for four query heads")
 
 
+SETS = ["strided:w=4,layer_index=1", "strided:w=4,heads=union", "strided:w=4", "fixed:w=5,heads=union", "fixed:w=5",
+        "fixed:w=5,layer_index=1", "star:w=2,relay=first", "longformer:window=6,global_tokens=3", "axial:cols=5",
+        "local:window=7,shape=blocks", "bigbird:block=4", "full"]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SETS)
+@pytest.mark.parametrize("chosen", ["map=topk,topk=2", "map=hardmax"])
+def test_of_equal_scores_the_first_is_taken_wherever_its_key_is_kept(spec, chosen):
+    a, (q, k, v) = of(f"{spec}{',' if ':' in spec else ':'}{chosen}"), inputs(41)
+    xs = [(0.7 * q).round(), (0.7 * k).round(), v]  # many scores are equal
+    with torch.no_grad():
+        for mask, sizes in ((None, (1,) * 41), (torch.arange(41) >= torch.tensor([[0], [5]]), (20, 2, 1, 18))):
+            got, _ = in_chunks(a, xs, sizes, mask, rollback=0)
+            want = a(*xs, key_mask=mask)
+            real = torch.ones(2, 41, dtype=torch.bool) if mask is None else mask
+            close(got.transpose(1, 2)[real], want.transpose(1, 2)[real], 1e-9, f"{a.name} in chunks of {sizes}")
+
+
 # dropout counts a key by where it is stored, which in these depends on how many tokens there are
 STORED_BY_LENGTH = {"combiner-logsparse", "combiner-plan"}
 

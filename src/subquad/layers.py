@@ -114,8 +114,9 @@ class MultiheadAttention(nn.Module):
         """
         super().__init__()
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, value in sizes.items():
-            if (not isinstance(value, int) or value < 1) and (name in ("embed_dim", "num_heads") or value is not None):
+        for name, value in {**sizes, "kdim": kdim, "vdim": vdim}.items():
+            wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
+            if wrong and (name in ("embed_dim", "num_heads") or value is not None):
                 raise ValueError(f"{name} must be an integer ≥ 1, not {value!r}")
         if embed_dim % num_heads and head_dim is None:
             raise ValueError(
@@ -200,11 +201,12 @@ class MultiheadAttention(nn.Module):
             tokens = [first.get(id(x), x.transpose(0, 1)) for x in tokens]
         elif not batched and query is key and key is value:
             tokens = [tokens[0]] * 3
+        _check_shapes(*tokens)
         key_mask = self._key_mask(key_padding_mask, tokens[1])
         packing = self._packing(tokens, key_mask, position_ids, cu_seqlens)
         if packing is not None and attn_mask is not None and not is_causal:
             raise ValueError("attn_mask: a packed batch has no mask but the causal one; leave attn_mask out")
-        seen = self._attn_mask(attn_mask, is_causal, tokens[0].shape[1], tokens[1].shape[1])
+        seen = self._attn_mask(attn_mask, is_causal, tokens[0], tokens[1])
         project = Projections(self)
         # one seed: the weights are those of this call
         extra: dict[str, Any] = {"seed": draw_seed()} if need_weights and self.attention.is_random else {}
@@ -284,24 +286,26 @@ class MultiheadAttention(nn.Module):
                 raise ValueError(f"{name} must have 3 dimensions, or all of them 2 (no batch), not {tuple(x.shape)}")
             if x.shape[-1] != width:
                 raise ValueError(f"{name} must have width {width}, not {x.shape[-1]}")
+            own: Any = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+            if x.device != own.device or not (x.dtype == own.dtype or torch.is_autocast_enabled(x.device.type)):
+                raise TypeError(f"{name} is {x.dtype} on {x.device}, the layer is {own.dtype} on {own.device}")
 
     def _key_mask(self, padding: Tensor | None, key: Tensor) -> Tensor | None:
         """torch's key_padding_mask (True or -inf = padding) as our key_mask (True = a real token)."""
         if padding is None:
             return None
-        if padding.is_floating_point():
-            _check_values(padding, "key_padding_mask")
-            padding = padding == -torch.inf
-        elif padding.dtype != torch.bool:
-            raise TypeError(f"key_padding_mask must be bool (True = padding) or float, not {padding.dtype}")
+        _check_mask(padding, "key_padding_mask", "padding")
+        padding = padding if padding.dtype == torch.bool else padding == -torch.inf
         padding = padding[None] if padding.dim() == 1 else padding
         if padding.shape != key.shape[:2]:
             raise ValueError(f"key_padding_mask must have shape {tuple(key.shape[:2])}, not {tuple(padding.shape)}")
+        if padding.device != key.device:
+            raise ValueError(f"key_padding_mask is on {padding.device}, key is on {key.device}")
         return ~padding
 
-    def _attn_mask(self, mask: Tensor | None, is_causal: bool, n: int, m: int) -> Tensor | None:
+    def _attn_mask(self, mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
         """None where the mechanism already honours the mask; else what full attention may see, bool."""
-        causal = self.attention.options.causal
+        causal, (batch, n), m = self.attention.options.causal, query.shape[:2], key.shape[1]
         if is_causal and not causal:
             raise ValueError(
                 "is_causal=True needs a layer made with causal=True (torch's encoder and decoder layers pass it when "
@@ -309,8 +313,7 @@ class MultiheadAttention(nn.Module):
             )
         if mask is None or is_causal:  # torch: with is_causal the mask is a hint that says the same
             return None
-        if mask.is_floating_point():
-            _check_values(mask, "attn_mask")
+        _check_mask(mask, "attn_mask", "may not attend")
         seen = ~mask if mask.dtype == torch.bool else mask == 0  # torch: True = may not attend
         if seen.dim() == 2 and seen.shape == (n, m) and causal and self._is_causal(seen):
             return None
@@ -319,8 +322,13 @@ class MultiheadAttention(nn.Module):
                 f"attn_mask: {self.attention.name} attends by its own support; only the causal mask of a causal "
                 "layer is accepted (attention='full' takes any mask, attention='pattern' your own sets)"
             )
-        if seen.shape[-2:] != (n, m) or seen.dim() not in (2, 3):
-            raise ValueError(f"attn_mask must have shape {(n, m)} or (B·H, {n}, {m}), not {tuple(mask.shape)}")
+        shapes = (n, m), (batch * self.num_heads, n, m)
+        if seen.shape not in shapes:
+            raise ValueError(
+                f"attn_mask must have shape {shapes[0]} or (B·H, n, m) = {shapes[1]}, not {tuple(mask.shape)}"
+            )
+        if seen.device != query.device:
+            raise ValueError(f"attn_mask is on {seen.device}, query is on {query.device}")
         return seen if seen.dim() == 2 else seen.unflatten(0, (-1, self.num_heads))  # (n, m) or (B, H, n, m)
 
     def _is_causal(self, seen: Tensor) -> bool:
@@ -340,7 +348,20 @@ class MultiheadAttention(nn.Module):
         return f"{sizes}, head_dim={self.head_dim}, batch_first={self.batch_first}"
 
 
-def _check_values(mask: Tensor, name: str) -> None:
-    """A float mask is one of 0 and -inf; on a GPU the device checks it, and the host does not wait."""
-    message = f"{name}: a float mask may hold 0 and -inf only; other biases are not supported"
-    require(((mask == 0) | (mask == -torch.inf)).all(), message)
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Tokens (B, n, E), (B, m, ·) and (B, m, ·)."""
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} has batch size {x.shape[0]}, query has {query.shape[0]}: they must be equal")
+    if value.shape[1] != key.shape[1]:
+        raise ValueError(f"value has length {value.shape[1]}, key has {key.shape[1]}: they must be equal")
+
+
+def _check_mask(mask: Any, name: str, meaning: str) -> None:
+    """A mask is bool, or one of 0 and -inf; on a GPU the device checks that, and the host does not wait."""
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name} must be a tensor, bool (True = {meaning}) or float, not {kind}")
+    if mask.is_floating_point():
+        message = f"{name}: a float mask may hold 0 and -inf only; other biases are not supported"
+        require(((mask == 0) | (mask == -torch.inf)).all(), message)

@@ -14,8 +14,8 @@ def check_inputs(attention: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tens
     for label, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{label} must be a tensor (B, H, n, d), not {type(x).__name__}")
-        if not x.is_floating_point():
-            raise TypeError(f"{label} must be of a floating-point dtype, not {x.dtype}")
+        if not x.is_floating_point() or x.dtype.itemsize < 2:
+            raise TypeError(f"{label} must be of a floating-point dtype of 16 bits or more, not {x.dtype}")
         if x.dim() != 4:
             raise ValueError(f"{label} must have 4 dimensions (B, H, n, d), not shape {tuple(x.shape)}")
     for label, x in (("q", q), ("k", k), ("v", v)):
@@ -116,6 +116,8 @@ def refuse_unknown_arguments(attention: Any, names: Iterable[str]) -> None:
 def checked_seed(seed: Tensor | int | None) -> Tensor | None:
     """The seed as a tensor, int64 ()."""
     if isinstance(seed, int) and not isinstance(seed, bool):
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed must fit into 64 bits, not {seed}")
         return torch.tensor(seed, device="cpu")
     if seed is not None and not (isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.dim() == 0):
         kind = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, Tensor) else type(seed).__name__

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.attention.call import repeat_heads
+
 
 class Definition:
     """The oracle of a `CompositeSlice`; `found` takes the weights of each scale as it goes."""
@@ -59,7 +61,9 @@ class Definition:
         o = self.options
         if o.local == "attention":
             return self.attend(tokens, project, real, scale, o.slice_length, o.reach)
-        v = project.values(tokens[2]).transpose(1, 2).flatten(2) * real[..., None]  # (B, n, E)
+        v = (
+            repeat_heads(project.values(tokens[2]), o.num_heads).transpose(1, 2).flatten(2) * real[..., None]
+        )  # (B, n, E)
         mlp, outs = self.attention.mlps[scale], []
         one, two = mlp.first.weight, mlp.second.weight  # (hidden, L), (L, hidden)
         if o.causal:
@@ -89,6 +93,7 @@ class Definition:
                 project.keys(key[:, j] + at_j),
                 project.values(value[:, j]),
             )
+            k, v = (repeat_heads(x, o.num_heads) for x in (k, v))
             allowed = real[:, None, None, j] & ((j <= i[:, None]) | (not o.causal))  # (B, 1, i, j)
             scores = (q @ k.mT * o.softmax_scale).masked_fill(~allowed, torch.finfo(q.dtype).min)
             w = scores.softmax(-1) * allowed  # (B, H, i, j), a row that may see nothing is 0

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.call import Call
+from subquad.attention.call import Call, repeat_heads
 from subquad.attention.composite_slice import CompositeSlice
 from subquad.attention.slicing import Composer, Tokens, add_by_slice, each, slices
 from subquad.supports.shards import Cut, aligned, in_blocks
@@ -93,7 +93,7 @@ class ShardComposer(Composer):
         size, rank = self.options.slice_length, self.shard.rank
         if self.options.local == "attention":
             return self._attend_shard(tokens, project, real, scale, size, self.options.reach, cut, n)
-        v = project.values(tokens[2]).transpose(1, 2).flatten(2)  # (b, t, E)
+        v = repeat_heads(project.values(tokens[2]), self.options.num_heads).transpose(1, 2).flatten(2)  # (b, t, E)
         v = v if real is None else v.masked_fill(~real[:, slice(*cut[rank]), None], 0)
         batch, t, width = v.shape
         first, last = in_blocks(cut, size)[rank]

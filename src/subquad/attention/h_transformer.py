@@ -69,10 +69,11 @@ class HTransformer(Attention):
         mask, scale = call.key_mask, self.options.softmax_scale
         real = None if mask is None else mask.to(work).repeat_interleave(q.shape[1], 0)  # (G, n)
         n = settled(q.shape[2], self.name, "the number of levels", "use another mechanism")
-        if self.options.causal:
-            out = self._causal(x, y, z, real, n)
-        else:
-            out = attend_levels(x, y, z, real, self.options.block, self.levels(n), scale)
+        with torch.autocast(q.device.type, enabled=False):
+            if self.options.causal:
+                out = self._causal(x, y, z, real, n)
+            else:
+                out = attend_levels(x, y, z, real, self.options.block, self.levels(n), scale)
         return within_rows(out.unflatten(0, q.shape[:2]), call).to(kind)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, n: int) -> Tensor:

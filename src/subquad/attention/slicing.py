@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.attention.call import Call
+from subquad.attention.call import Call, repeat_heads
 from subquad.kernels.merge import merge_attention
 from subquad.supports.slices import slices_text
 
@@ -118,7 +118,7 @@ class Composer:
         size = self.options.slice_length
         if self.options.local == "attention":
             return self._attend(tokens, project, real, scale, size, self.options.reach)
-        v = project.values(tokens[2]).transpose(1, 2).flatten(2)  # (B, n, E)
+        v = repeat_heads(project.values(tokens[2]), self.options.num_heads).transpose(1, 2).flatten(2)  # (B, n, E)
         v = v if real is None else v.masked_fill(~real[..., None], 0)
         batch, n, width = v.shape
         whole = F.pad(v, (0, 0, 0, -n % size)).reshape(-1, size, width)  # (B·m, L, E)

@@ -10,6 +10,7 @@ profiler, or a second derivative.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from itertools import islice
 from typing import Any
@@ -26,6 +27,15 @@ def no_second_derivative(name: str) -> Callable[..., Any]:
         raise NotImplementedError(f"{name} has no second derivative")
 
     return refuse
+
+
+def without_autocast(tensors: Sequence[Any]) -> AbstractContextManager:
+    """An operator computes in the dtypes of its tensors. Autocast, which torch's products inside it would follow, is
+    also on in a backward pass that is called under it.
+    """
+    kind = next(x.device.type for x in tensors if isinstance(x, Tensor))
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
 def contiguous(x: Tensor) -> Tensor:
@@ -82,7 +92,8 @@ def derive(
             inputs[i] = next(saved)
         for i, size in zip(lists, ctx.sizes, strict=True):
             inputs[i], changed[i] = list(islice(saved, size)), [None] * size
-        found = call(*grads[:gradients], *inputs[:behind], *outputs, *inputs[behind:])
+        with without_autocast(flattened(inputs)[1]):
+            found = call(*grads[:gradients], *inputs[:behind], *outputs, *inputs[behind:])
         changes = iter([found] if returns == ["Tensor"] else found)
         for i in of:
             changed[i] = list(islice(changes, len(inputs[i]))) if i in lists else next(changes)

@@ -142,7 +142,7 @@ class Pattern(Support):
         return type(self).allows is not Pattern.allows
 
     def named(self, family: int | None, i: np.ndarray) -> np.ndarray:
-        """The keys of the queries at positions i (…,), as a list each: (…, most of them), -1 = none.
+        """The keys of the queries at positions i (…,), as a list each: (…, most of them), ascending, -1 = none.
 
         From the edges of a length that seldom changes: causal sets do not depend on it.
         """

@@ -57,7 +57,7 @@ class Strided(Pattern):
         near = np.arange(left + 1)  # distances
         column = w * np.arange(int(i.max()) // w + 1)
         steps = near if family == 0 else column if family == 1 else np.union1d(near, column)
-        return np.maximum(i[..., None] - steps, -1)
+        return np.maximum(i[..., None] - steps[::-1], -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +314,8 @@ class Axial(Pattern):
         row, column = i[..., None] - np.arange(c), i[..., None] - c * np.arange(int(i.max()) // c + 1)
         row = np.where(row >= i[..., None] // c * c, row, -1)
         column = np.maximum(column, -1)
-        return row if family == 0 else column if family == 1 else np.concatenate((row, column[..., 1:]), -1)
+        keys = row if family == 0 else column if family == 1 else np.concatenate((row, column[..., 1:]), -1)
+        return np.sort(keys, -1)
 
 
 @dataclass(frozen=True, kw_only=True)

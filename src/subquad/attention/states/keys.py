@@ -17,7 +17,7 @@ from torch import Tensor
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, put, shifted, taken, write
 from subquad.core.hashing import dropout_factors
 from subquad.kernels.values import as_queries_are, readable
-from subquad.supports.kept import Kept, Ranges
+from subquad.supports.kept import EVERYTHING, Kept, Ranges
 
 if TYPE_CHECKING:
     from subquad.attention.base import Attention
@@ -307,10 +307,14 @@ class Keys(Memory):
         self, module: Any, chunk: Chunk, buffers: Buffers, used: int, seen: Tensor, entries: list[Tensor], seed
     ) -> Tensor:
         k, v = (buffers[name][:, :, :used] for name in ("k", "v"))
+        numbers = torch.cat([e + one.source * SOURCE for one, e in zip(self.kept, entries, strict=True)], -1)  # (B, m)
+        if not module.maps_by_softmax and self.kept != EVERYTHING:  # of equal scores a map takes that of the first key
+            order = numbers.argsort(-1)
+            numbers, seen = numbers.gather(-1, order), seen.take_along_dim(order[:, None, None], -1)
+            k, v = (x.take_along_dim(order[:, None, :, None], 2) for x in (k, v))
         factors = None
         if module.training and module.options.dropout:
-            numbers = [e + one.source * SOURCE for one, e in zip(self.kept, entries, strict=True)]
-            factors = self._factors(module, chunk, torch.cat(numbers, -1)[:, None, None], seed)
+            factors = self._factors(module, chunk, numbers[:, None, None], seed)
         return module.attend_kept(chunk.q, k, v, seen, chunk.position, factors)
 
     def _factors(self, module: Any, chunk: Chunk, columns: Tensor, seed: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.attention.call import repeat_heads
 from subquad.attention.slicing import Composer, add_by_slice
 from subquad.attention.states.keys import attend_kept
 from subquad.attention.states.state import Buffers, put, taken
@@ -130,7 +131,7 @@ class Run:
         size, ring = self.options.slice_length, self._ring(scale)
         v = project.values(x)  # (B, H, t, d)
         past = taken(buffers[f"{scale}.v"], ring.slices(range(first // size * size, first))).to(v.dtype)
-        begun = torch.cat((past, v), 2).transpose(1, 2).flatten(2)  # (B, n, E)
+        begun = repeat_heads(torch.cat((past, v), 2), self.options.num_heads).transpose(1, 2).flatten(2)  # (B, n, E)
         whole = F.pad(begun, (0, 0, 0, -begun.shape[1] % size)).reshape(-1, size, x.shape[2])  # (B·m, L, E)
         mixed = self.module.mlps[scale](whole, self.composer.call).view(len(x), -1, x.shape[2])
         out = mixed[:, past.shape[2] : past.shape[2] + x.shape[1]]

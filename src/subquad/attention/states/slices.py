@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.attention.call import repeat_heads
 from subquad.attention.states.keys import SOURCE, attend_kept, attend_runs
 from subquad.attention.states.slice_runs import Run
 from subquad.attention.states.state import Buffers, Chunk, Memory, State, grown, read, write
@@ -334,7 +335,8 @@ class _Scale:
         member = first[..., None] + torch.arange(m.size, device=x.device)  # (B, t, L)
         there = (member < news.after[:, None, None]).flatten(1)
         whole = read(buffers[f"{scale}.v"], member.flatten(1) % ring) * there[:, None, :, None]
-        whole = whole.transpose(1, 2).flatten(2).view(-1, m.size, x.shape[2])  # (B·t, L, E)
+        whole = repeat_heads(whole, self.options.num_heads).transpose(1, 2).flatten(2)  # (B, t·L, E)
+        whole = whole.view(-1, m.size, x.shape[2])
         mixed = self.module.mlps[scale](whole, self.module._call_of(self.seed))
         own = (news.position % m.size).flatten()[:, None, None].expand(-1, 1, x.shape[2])
         return mixed.gather(1, own).view(x.shape), buffers

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from subquad.kernels.operators import is_plain
+from subquad.kernels.operators import is_plain, without_autocast
 
 CHUNK = 2**18  # memberships of a chunk, of all heads together: 1 MB in float32
 
@@ -51,24 +51,28 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        x, *parameters = ctx.saved_tensors
-        every = _every(len(x), *parameters)
-        (weight, bias, into, shift, block), dx = every, torch.empty_like(x, memory_format=torch.contiguous_format)
-        sums = [None if p is None else torch.zeros_like(p) for p in every]  # (B·H, …)
-        for rows, some in _chunks(x, into):
-            hidden, nodes = _between(some, weight, bias, into, shift)
-            g = grad[:, :, rows].reshape(nodes.shape)  # (B·H, r, k)
-            if block is not None:
-                sums[4].baddbmm_(nodes.mT, g)
-                g = torch.bmm(g, block.mT)
-            g = torch.ops.aten.sigmoid_backward(g, nodes)
-            sums[2].baddbmm_(hidden.mT, g)
-            sums[3] += g.sum(1, keepdim=True)
-            g = torch.ops.aten.threshold_backward(torch.bmm(g, into.mT), hidden, 0)  # (B·H, r, d)
-            sums[0].baddbmm_(some.mT, g)
-            sums[1] += g.sum(1, keepdim=True)
-            dx.flatten(0, 1)[:, rows] = torch.bmm(g, weight.mT)
-        return dx, *(None if s is None else s.unflatten(0, (len(x), -1)).sum(0) for s in sums)
+        with without_autocast([grad]):
+            return _gradients(grad, *ctx.saved_tensors)
+
+
+def _gradients(grad: Tensor, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
+    every = _every(len(x), *parameters)
+    (weight, bias, into, shift, block), dx = every, torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums = [None if p is None else torch.zeros_like(p) for p in every]  # (B·H, …)
+    for rows, some in _chunks(x, into):
+        hidden, nodes = _between(some, weight, bias, into, shift)
+        g = grad[:, :, rows].reshape(nodes.shape)  # (B·H, r, k)
+        if block is not None:
+            sums[4].baddbmm_(nodes.mT, g)
+            g = torch.bmm(g, block.mT)
+        g = torch.ops.aten.sigmoid_backward(g, nodes)
+        sums[2].baddbmm_(hidden.mT, g)
+        sums[3] += g.sum(1, keepdim=True)
+        g = torch.ops.aten.threshold_backward(torch.bmm(g, into.mT), hidden, 0)  # (B·H, r, d)
+        sums[0].baddbmm_(some.mT, g)
+        sums[1] += g.sum(1, keepdim=True)
+        dx.flatten(0, 1)[:, rows] = torch.bmm(g, weight.mT)
+    return dx, *(None if s is None else s.unflatten(0, (len(x), -1)).sum(0) for s in sums)
 
 
 def _between(some: Tensor, weight: Tensor, bias: Tensor, into: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
