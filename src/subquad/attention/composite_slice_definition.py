@@ -61,9 +61,8 @@ class Definition:
         o = self.options
         if o.local == "attention":
             return self.attend(tokens, project, real, scale, o.slice_length, o.reach)
-        v = (
-            repeat_heads(project.values(tokens[2]), o.num_heads).transpose(1, 2).flatten(2) * real[..., None]
-        )  # (B, n, E)
+        v = repeat_heads(project.values(tokens[2]), o.num_heads).transpose(1, 2).flatten(2)  # (B, n, E)
+        v = v * real[..., None]
         mlp, outs = self.attention.mlps[scale], []
         one, two = mlp.first.weight, mlp.second.weight  # (hidden, L), (L, hidden)
         if o.causal:
