@@ -72,6 +72,23 @@ def test_scatterbrain_is_exact_where_everybody_meets(causal):
     close(a(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=causal))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_scatterbrain_is_exact_where_its_features_overestimate(causal):
+    """Along one of the directions of the features, they give e³² times the weight that the pairs have."""
+    torch.manual_seed(0)
+    a = subquad.attention("scatterbrain:buckets=4", num_heads=2, head_dim=64, causal=causal)
+    place = torch.arange(4 * 12).view(4, 1, 12, 1) // 12
+    along = a.projection[place[..., 0]] / (2 * a.options.softmax_scale**0.5)  # (4, 1, 12, 64): one direction a row
+    q, k = (along + torch.randn(4, 2, 12, 64) / 10 for _ in range(2))
+    v = torch.randn(4, 2, 12, 64, requires_grad=True)
+    met = (a.hashes(q)[..., None] == a.hashes(k)[..., None, :]).all((1, 2, 3))
+    assert met.any()
+    exact = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    out = a(q, k, v)
+    torch.testing.assert_close(out[met], exact[met], atol=1e-4, rtol=1e-4)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), v))
+
+
 def test_scatterbrain_is_performer_where_nobody_meets():
     q, k, v = inputs(21)
     q, k = q.abs() + 0.1, -k.abs() - 0.1

@@ -34,6 +34,8 @@ from subquad.kernels.clusters import met_sums
 from subquad.kernels.linear import kernel_sums
 from subquad.kernels.linear.reference import kernel_weights
 
+ROUNDING = 32  # the rounding of a sum, in units of its last digit
+
 
 class Scatterbrain(Attention):
     __doc__ = __doc__
@@ -125,7 +127,7 @@ class Scatterbrain(Attention):
             exact, lse, over = met_sums(
                 q, k, values, a, b, scales, where, causal=causal, scale=self.options.softmax_scale
             )  # (B, H, n, d + 1), (B, H, n), (B, H, n, d + 1)
-            return _merged(exact, lse, rough - over, high + top).to(kind)
+            return _merged(exact, lse, _difference(rough, over), high + top).to(kind)
 
     def define(self, q: Tensor, k: Tensor, call: Call) -> Tensor:
         work = torch.promote_types(q.dtype, torch.float32)
@@ -173,11 +175,22 @@ def _ones(v: Tensor, call: Call) -> Tensor:
     return _real(v, call)[:, None, :, None].to(v.dtype).expand(*v.shape[:3], 1)
 
 
+def _difference(rough: Tensor, over: Tensor) -> Tensor:
+    """What the features give to the pairs that do not meet, (B, H, n, d + 1); the last column counts the weight.
+
+    Where nearly all of it belongs to pairs that meet, what is left is rounding: it becomes 0, or it would outweigh
+    exact scores that the features overestimate.
+    """
+    rest, kind = rough - over, torch.finfo(rough.dtype)
+    noise = (ROUNDING * kind.eps * rough[..., -1:].detach()).clamp(min=kind.tiny**0.5)  # gradients stay finite
+    return rest.masked_fill(rest[..., -1:].detach() <= noise, 0)
+
+
 def _merged(exact: Tensor, lse: Tensor, rest: Tensor, scales: Tensor) -> Tensor:
     """The quotient of the sums: exact (normalised, with its logsumexp) and rest · e^scales; the last column counts."""
-    top = torch.maximum(lse.detach(), scales)  # (B, H, n); at least as large as the logarithm of either part
+    top = torch.maximum(lse.detach(), scales + rest[..., -1].detach().log())  # (B, H, n): the larger part has weight 1
+    empty = (top == -torch.inf)[..., None]
     top = top.masked_fill(top == -torch.inf, 0)
-    total = exact * (lse - top).exp()[..., None] + rest * (scales - top).exp()[..., None]
-    weight = total[..., -1:]
-    empty = weight <= torch.finfo(weight.dtype).tiny ** 0.5
-    return (total[..., :-1] / weight.masked_fill(empty, 1)).masked_fill(empty, 0)
+    behind = (scales - top).masked_fill(rest[..., -1] == 0, 0)  # of 0 any number of times: it may be large
+    total = exact * (lse - top).exp()[..., None] + rest * behind.exp()[..., None]
+    return (total[..., :-1] / total[..., -1:].masked_fill(empty, 1)).masked_fill(empty, 0)
