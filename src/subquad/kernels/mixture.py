@@ -133,7 +133,7 @@ def _chosen(q: Tensor, tokens, keys, values, parts: list[slice], lengths, suppor
 
 
 @mixture_merge.register_kernel("cpu")
-def _(q, tokens, keys, values, exists, alive, lengths, sources, support, n, scale):
+def _(q, tokens, keys, values, exists, alive, lengths, sources, support, n, scale) -> tuple[Tensor, Tensor, Tensor]:
     parts, width = _cuts(sources), q.shape[3]
     shared, *own = _chosen(q, tokens, keys, values, parts, lengths, support, n)
     q, k, v, *rest = (filled(x) for x in (q, *tokens, *keys, *values))
@@ -148,7 +148,7 @@ def _(q, tokens, keys, values, exists, alive, lengths, sources, support, n, scal
 
 
 @mixture_backward.register_kernel("cpu")
-def _(grad, q, tokens, keys, values, exists, alive, outs, lses, lengths, sources, support, n, scale):
+def _(grad, q, tokens, keys, values, exists, alive, outs, lses, lengths, sources, support, n, scale) -> list[Tensor]:
     parts, width, count = _cuts(sources), q.shape[3], math.log(len(sources))
     shared, *own = _chosen(q, tokens, keys, values, parts, lengths, support, n)
     grad, q, outs, k, v, *rest = (filled(x) for x in (grad, q, outs, *tokens, *keys, *values))
