@@ -29,17 +29,22 @@ class Asked(NamedTuple):
 def asked_by(name: str, n: int) -> tuple[Asked, ...]:
     """What one mechanism asks for at n tokens, with all its examples, causal or not."""
     found: dict[Asked, None] = {}
-    real = op.eager_merge
+    merge, plans = op.eager_merge, mixture.plans
 
-    def spy(q: Any, keys: Any, *rest: Any) -> Any:
-        support, which, length = rest[4:7]
+    def note(q: Any, keys: Any, support: str, which: str, length: int) -> None:
         if not support.startswith("given:"):
             found[Asked(support, which, length, q.shape[2], tuple(k.shape[2] for k in keys))] = None
-        return real(q, keys, *rest)
 
-    # the CPU kernel of a mixture does without merge, the others do not
-    others = mock.patch.object(mixture.Chosen, "fits", return_value=False)
-    with mock.patch.object(op, "eager_merge", spy), mock.patch.object(mixture, "merge", spy), others:
+    def noting_merge(q: Any, keys: Any, *rest: Any) -> Any:
+        note(q, keys, *rest[4:7])
+        return merge(q, keys, *rest)
+
+    def noting_plans(q: Any, keys: Any, *rest: Any) -> Any:
+        note(q, keys, *rest[2:5])
+        return plans(q, keys, *rest)
+
+    # the CPU kernel of a mixture does without merge
+    with mock.patch.object(op, "eager_merge", noting_merge), mock.patch.object(mixture, "plans", noting_plans):
         for options in mechanism(name).examples:
             for case in cases(name, **options):
                 case.run(case.make(torch.float32), case.inputs(n, torch.float32, batch=1))

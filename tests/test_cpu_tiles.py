@@ -9,7 +9,7 @@ import subquad
 from subquad.kernels import maxima
 from subquad.kernels.clusters import cpu as clusters_cpu
 from subquad.kernels.clusters import tiles as plain
-from subquad.kernels.merge import cpu
+from subquad.kernels.merge import cpu, op, reference
 from subquad.kernels.merge import cpu_tiles as tiles
 from subquad.kernels.merge.cpu import program_of
 from subquad.kernels.parallel import FAST
@@ -123,22 +123,21 @@ def test_a_sum_does_not_depend_on_how_many_hidden_keys_follow(kind):
             np.testing.assert_array_equal(found[0], other)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(("width", "dropout"), [(8, 0.0), (8, 0.2), (5, 0.2)])
 @pytest.mark.parametrize(
     "spec",
     ["combiner-fixed:span=7", "combiner-window:span=8,window=20,sinks=3", "bigbird:block=16", "combiner-logsparse"],
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_tiles_equal_the_flash_route(spec, causal, dropout, monkeypatch):
-    """Values and gradients, with padding inside rows, and more keys than a tile has."""
+def test_tiles_equal_plain_torch(spec, causal, width, dropout, monkeypatch):
+    """Values and gradients, with padding inside rows, more keys than a tile has, and heads of whole vectors or not."""
     draw = torch.Generator().manual_seed(0)
-    a = subquad.attention(spec, causal=causal, num_heads=2, head_dim=8, dropout=dropout).double()
-    q, k, v, g = (torch.randn(3, 2, 331, 8, generator=draw, dtype=torch.float64) for _ in range(4))
+    a = subquad.attention(spec, causal=causal, num_heads=2, head_dim=width, dropout=dropout).double()
+    q, k, v, g = (torch.randn(3, 2, 331, width, generator=draw, dtype=torch.float64) for _ in range(4))
     mask = torch.rand(3, 331, generator=draw) < 0.8
     found = []
-    for route in (True, False):
-        if not route:
-            monkeypatch.setattr(cpu, "takes", lambda chosen, q: False)
+    for forward in (op.eager_merge, reference.forward):
+        monkeypatch.setattr(op, "eager_merge", forward)
         x = [t.clone().requires_grad_() for t in (q, k, v)]
         out = a(*x, key_mask=mask, seed=torch.tensor(5))
         found.append([out, *torch.autograd.grad(out, x, g)])

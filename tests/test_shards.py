@@ -38,7 +38,11 @@ def pairs(plan, number, origin=0):
         seen = np.broadcast_to(part.allowed(), (part.queries.blocks, part.queries.length, part.keys.length))
         a, r, s = seen.nonzero()
         assert part.origin == origin
-        queries, keys, stored = part.queries.places()[a, r], part.numbered.places()[a, s], part.keys.places()[a, s]
+        queries, keys, stored = (
+            part.queries.places()[a, r],
+            (part.numbers or part.keys).places()[a, s],
+            part.keys.places()[a, s],
+        )
         assert (number(part.source)[stored] == keys).all(), "a key is stored where the plan says"
         found += zip((queries + origin).tolist(), [part.source] * len(keys), keys.tolist(), strict=True)
     assert len(found) == len(set(found))

@@ -38,13 +38,12 @@ from subquad.attention.sized import SizedAttention
 from subquad.attention.states.state import Memory
 from subquad.attention.states.summaries import Summaries
 from subquad.attention.summaries import Tokens, summarise, summarise_shard
-from subquad.core.numbers import is_symbolic, settled
+from subquad.core.numbers import is_symbolic
 from subquad.core.options import Options, option
 from subquad.kernels.merge import merge_attention
 from subquad.probability import probability_map
 from subquad.supports.partitions import POOLED, Group, GroupSet, Partition, group_sets_of
 from subquad.supports.parts import FAR
-from subquad.supports.support import text_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +93,9 @@ class Combiner(SizedAttention):
 
     def described(self, slots: int, n: int) -> tuple[str, tuple[GroupSet, ...]]:
         """The text of that partition, and its group sets for rows of up to n tokens."""
+        text = self.text_for(self.partition, slots)
         if self._is_sized:
-            return text_of(self.partition), self.partition.group_sets(FAR if is_symbolic(n) else n)
-        text = text_of(
-            self.partition, settled(slots, self.name, self.free_size, f"give max_length or {self.free_size}")
-        )
+            return text, self.partition.group_sets(FAR if is_symbolic(n) else n)
         return text, group_sets_of(text, index(n))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -12,6 +12,7 @@ for themselves (`Pattern.global_queries`): where they stand can follow from the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -26,7 +27,6 @@ from subquad.attention.states.chosen import NamedKeys
 from subquad.attention.states.keys import Keys, attend_kept
 from subquad.attention.states.state import Memory
 from subquad.core.hashing import dropout_factors, ranks
-from subquad.core.numbers import settled
 from subquad.core.options import option
 from subquad.kernels.merge import merge_attention
 from subquad.kernels.pattern_lists import lists_on_device, pattern_attention, pattern_mapped_attention
@@ -34,7 +34,6 @@ from subquad.kernels.tables import UNION, global_queries, pattern_mask, reads_no
 from subquad.supports.kept import EVERYTHING
 from subquad.supports.pattern import Pattern
 from subquad.supports.shards import Tail
-from subquad.supports.support import text_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +66,6 @@ class PatternAttention(SizedAttention):
         """The pattern with every size decided, for a call of length n."""
         return self.pattern if self._is_sized else self.pattern.sized(n)
 
-    def _text(self, slots: int) -> str:
-        """The text of that pattern; with open sizes a compiled graph is one for this length."""
-        if self._is_sized:
-            return text_of(self.pattern)
-        return text_of(self.pattern, settled(slots, self.name, self.free_size, f"give max_length or {self.free_size}"))
-
     @property
     def data_dependent(self) -> bool:
         """Edge lists have a length of their own."""
@@ -96,7 +89,7 @@ class PatternAttention(SizedAttention):
     # ---- the fast path ----
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        text = self._text(call.slots)
+        text = self.text_for(self.pattern, call.slots)
         if self.options.map == "softmax" and self._has_parts:
             return self._by_blocks(text, q, k, v, call)
         if self.options.map != "softmax" and torch.compiler.is_compiling():
@@ -121,17 +114,20 @@ class PatternAttention(SizedAttention):
 
     def _by_blocks(self, text: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Softmax over regular sets: blocks, a group of heads at a time."""
-        about: dict[str, Any] = {
-            "lengths": call.lengths,
-            "valid": [call.exists],
-            "dropout": call.dropout,
-            "seed": call.seed,
-        }
-        outs, scale = [], self.options.softmax_scale
+        about: dict[str, Any] = {"lengths": call.lengths, "valid": [call.exists]}
+        about |= {"dropout": call.dropout, "seed": call.seed, "scale": self.options.softmax_scale}
+
+        def attend(which: str, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            return merge_attention(x, [y], [z], text, which, q.shape[2], **about)
+
+        return self._by_groups(attend, q, k, v)
+
+    def _by_groups(self, attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """attend(plan, tensors) for the heads of every plan: (B, H, n, d)."""
+        outs = []
         for heads, family in self.head_groups():
-            which = "union" if family is None else str(family)
-            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
-            outs.append(merge_attention(x, [y], [z], text, which, q.shape[2], scale=scale, **about))
+            own = (_heads(x, heads, self.options.num_heads) for x in tensors)
+            outs.append(attend("union" if family is None else str(family), *own))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def instances(self, batch: int, device: torch.device) -> Tensor:
@@ -147,20 +143,19 @@ class PatternAttention(SizedAttention):
         """
         t, first = q.shape[2], keys[1].shape[2]
         n, scale = first + t, self.options.softmax_scale
-        text = self._text(n)
+        text = self.text_for(self.pattern, n)
         if self.options.map != "softmax" or not self._has_parts:
             k, v = (torch.cat(x[::-1], 2) for x in (keys, values))
             q = torch.cat((torch.zeros_like(q[:, :, :1]).expand(-1, -1, first, -1), q), 2)
             real = None if real is None else torch.cat((real, real.new_ones(q.shape[0], t)), 1)
             lengths = torch.full((q.shape[0],), n, device=q.device)
             return self.attend_aligned(q, k, v, real, lengths, None)[:, :, first:]
-        outs, support = [], Tail(of=text, first=first, sources=1).text
-        valid = [None, None if real is None else real[:, None]]
-        for heads, family in self.head_groups():
-            which = "union" if family is None else str(family)
-            x, *own = (_heads(y, heads, self.options.num_heads) for y in (q, *keys, *values))
-            outs.append(merge_attention(x, own[:2], own[2:], support, which, n, scale=scale, valid=valid))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        support, valid = Tail(of=text, first=first, sources=1).text, [None, None if real is None else real[:, None]]
+
+        def attend(which: str, x: Tensor, *own: Tensor) -> Tensor:
+            return merge_attention(x, own[:2], own[2:], support, which, n, scale=scale, valid=valid)
+
+        return self._by_groups(attend, q, *keys, *values)
 
     @property
     def divides(self) -> bool:
@@ -168,13 +163,13 @@ class PatternAttention(SizedAttention):
 
     def attend_shard(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """`_by_blocks` for the queries of this process."""
-        shard, text, outs, scale = call.shard, self._text(call.slots), [], self.options.softmax_scale
-        for heads, family in self.head_groups():
-            which = "union" if family is None else str(family)
-            x, y, z = (_heads(t, heads, self.options.num_heads) for t in (q, k, v))
+        shard, text, scale = call.shard, self.text_for(self.pattern, call.slots), self.options.softmax_scale
+
+        def attend(which: str, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
             sources = [(y, z, shard.exists, shard.cut)]
-            outs.append(shard.merge(x, sources, text, which, call, queries=shard.cut, scale=scale))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+            return shard.merge(x, sources, text, which, call, queries=shard.cut, scale=scale)
+
+        return self._by_groups(attend, q, k, v)
 
     def _families(self) -> list[int]:
         """The family of every head, or of all of them."""

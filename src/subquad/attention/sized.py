@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from subquad.attention.base import Attention
+from subquad.core.numbers import settled
+from subquad.supports.support import text_of
 
 
 class SizedAttention(Attention):
@@ -21,6 +23,12 @@ class SizedAttention(Attention):
             support = support.sized(self.options.max_length)
         self._is_sized = support.sized(4) == support
         return support
+
+    def text_for(self, support: Any, slots: int) -> str:
+        """Its text, with sizes decided for a call; where they were open, a compiled graph is one for this length."""
+        if self._is_sized:
+            return text_of(support)
+        return text_of(support, settled(slots, self.name, self.free_size, f"give max_length or {self.free_size}"))
 
     @property
     def open_size(self) -> str | None:

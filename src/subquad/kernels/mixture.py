@@ -27,7 +27,7 @@ from subquad.kernels.merge import cpu
 from subquad.kernels.merge.cpu_backward import WANTED
 from subquad.kernels.merge.op import merge, merge_backward
 from subquad.kernels.operators import derive
-from subquad.kernels.parallel import ready
+from subquad.kernels.parallel import cut, filled
 from subquad.supports.support import plan_of, plans
 
 SHARED = "direct"  # the plan of the shared keys; component m follows the plan groups:m
@@ -66,15 +66,6 @@ def mixture_merge(
         torch.mul(o, (l_shared - base).exp_()[..., None], out=outs[m])
         outs[m].addcmul_(o_own, (l_own - base).exp_()[..., None])
     return outs.mean(0), outs, lses
-
-
-@mixture_merge.register_kernel("cpu")
-def _(q, tokens, keys, values, exists, alive, lengths, sources, support, n, scale):
-    parts = _cuts(sources)
-    chosen = Chosen(q, tokens, keys, values, parts, lengths, support, n)
-    if chosen.fits(q):
-        return _cpu_forward(chosen, q, tokens, keys, values, exists, alive, parts, scale)
-    return mixture_merge._init_fn(q, tokens, keys, values, exists, alive, lengths, sources, support, n, scale)
 
 
 def _cuts(sources: list[int]) -> list[slice]:
@@ -123,15 +114,6 @@ def mixture_backward(
     return [dq, dk, dv, *dkeys, *dvalues]
 
 
-@mixture_backward.register_kernel("cpu")
-def _(grad, q, tokens, keys, values, exists, alive, outs, lses, lengths, sources, support, n, scale):
-    parts, given = _cuts(sources), (grad, q, tokens, keys, values, exists, alive, outs, lses)
-    chosen = Chosen(q, tokens, keys, values, parts, lengths, support, n)
-    if chosen.fits(q):
-        return _cpu_backward(chosen, *given, parts, scale)
-    return mixture_backward._init_fn(*given, lengths, sources, support, n, scale)
-
-
 def _flops(q, tokens, keys, values, exists, alive, lengths, sources, support, n, *args, **kwargs) -> int:
     plans = (SHARED, *(component(m) for m in range(len(sources))))
     return 4 * q.shape[0] * q.shape[1] * q.shape[3] * sum(plan_of(support, int(n), which).pairs for which in plans)
@@ -144,51 +126,46 @@ derive(mixture_merge, mixture_backward, "mixture_merge", of=(0, 1, 2, 3), behind
 # ---- on a CPU ---------------------------------------------------------------------------------------------
 
 
-class Chosen:
+def _chosen(q: Tensor, tokens, keys, values, parts: list[slice], lengths, support: str, n: int) -> list[cpu.Rows]:
     """Which rows follow which plan: of the shared keys, and of every component."""
-
-    def __init__(self, q: Tensor, tokens, keys, values, parts: list[slice], lengths, support: str, n: int) -> None:
-        self.shared = list(plans(q, tokens[:1], tokens[1:], lengths, support, SHARED, n))
-        self.own = [
-            list(plans(q, keys[part], values[part], lengths, support, component(m), n)) for m, part in enumerate(parts)
-        ]
-
-    def fits(self, q: Tensor) -> bool:
-        return all(cpu.takes(rows, q) for rows in (self.shared, *self.own))
+    own = [plans(q, keys[part], values[part], lengths, support, component(m), n) for m, part in enumerate(parts)]
+    return [list(found) for found in (plans(q, tokens[:1], tokens[1:], lengths, support, SHARED, n), *own)]
 
 
-def _cpu_forward(chosen: Chosen, q, tokens, keys, values, exists, alive, parts: list[slice], scale: float):
-    """The mean (B, H, n, d), all o_m (M, B, H, n, d) and l_m (M, B, H, n)."""
-    q, shared = ready(q), [ready(x) for x in tokens]
-    before = cpu.walk_forward(chosen.shared, q, shared[:1], shared[1:], exists, scale)
-    outs = cpu.fresh(q, chosen.shared, len(parts))
+@mixture_merge.register_kernel("cpu")
+def _(q, tokens, keys, values, exists, alive, lengths, sources, support, n, scale) -> tuple[Tensor, Tensor, Tensor]:
+    parts, width = _cuts(sources), q.shape[3]
+    shared, *own = _chosen(q, tokens, keys, values, parts, lengths, support, n)
+    q, k, v, *rest = (filled(x) for x in (q, *tokens, *keys, *values))
+    before = cpu.walk_forward(shared, q, [k], [v], exists, scale)
+    outs = cpu.fresh(q, shared, len(parts))
     lses = q.new_full(outs.shape[:-1], -torch.inf)
     for m, part in enumerate(parts):
-        k, v = ([ready(x) for x in xs[part]] for xs in (keys, values))
-        cpu.walk_forward(chosen.own[m], q, k, v, alive[part], scale, before=before, into=(outs[m], lses[m]))
+        mine = rest[: len(keys)][part], rest[len(keys) :][part]
+        cpu.walk_forward(own[m], q, *mine, alive[part], scale, before=before, into=(outs[m], lses[m]))
     out = torch.lerp(outs[0], outs[1], 0.5) if len(parts) == 2 else outs.mean(0)
-    return out, outs, lses
+    return cut(out, width), cut(outs, width), lses
 
 
-def _cpu_backward(
-    chosen: Chosen, grad, q, tokens, keys, values, exists, alive, outs, lses, parts: list[slice], scale: float
-) -> list[Tensor]:
-    """Gradients of q, the tokens' k and v, all keys, all values."""
-    grad, q, shared, count = ready(grad), ready(q), [ready(x) for x in tokens], math.log(len(parts))
+@mixture_backward.register_kernel("cpu")
+def _(grad, q, tokens, keys, values, exists, alive, outs, lses, lengths, sources, support, n, scale) -> list[Tensor]:
+    parts, width, count = _cuts(sources), q.shape[3], math.log(len(sources))
+    shared, *own = _chosen(q, tokens, keys, values, parts, lengths, support, n)
+    grad, q, outs, k, v, *rest = (filled(x) for x in (grad, q, outs, *tokens, *keys, *values))
     deltas = torch.zeros_like(lses)  # dout·o_m
     dq: Tensor | None = None
     dkeys: list[Tensor] = []
     dvalues: list[Tensor] = []
     for m, part in enumerate(parts):
-        k, v = ([ready(x) for x in xs[part]] for xs in (keys, values))
+        mine = rest[: len(keys)][part], rest[len(keys) :][part]
         about: dict[str, Any] = {"deltas": cpu.Deltas(deltas[m], WANTED), "onto": dq}
-        found = cpu.walk_backward(chosen.own[m], grad, q, k, v, outs[m], lses[m] + count, alive[part], scale, **about)
-        dq, size = found[0], len(k)
-        dkeys += found[1 : 1 + size]
-        dvalues += found[1 + size :]
+        found = cpu.walk_backward(own[m], grad, q, *mine, outs[m], lses[m] + count, alive[part], scale, **about)
+        dq = found[0]
+        dkeys += found[1 : 1 + sources[m]]
+        dvalues += found[1 + sources[m] :]
     finite = lses.masked_fill(lses == -torch.inf, 0)  # where no key is, nothing is shared either
     total = -torch.logsumexp(-finite, 0)  # (B, H, n)
     delta = ((total - finite).exp_() * deltas).sum(0)  # dout·o' = Σ_m exp(l' - l_m) dout·o_m
     about = {"deltas": cpu.Deltas(delta), "onto": dq}
-    found = cpu.walk_backward(chosen.shared, grad, q, shared[:1], shared[1:], q, total + count, exists, scale, **about)
-    return [*found, *dkeys, *dvalues]
+    found = cpu.walk_backward(shared, grad, q, [k], [v], q, total + count, exists, scale, **about)
+    return [cut(x, width) for x in (*found, *dkeys, *dvalues)]

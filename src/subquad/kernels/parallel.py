@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
+import torch.nn.functional as F
 from llvmlite import ir
 from numba.core import event, types
 from numba.extending import intrinsic, overload
@@ -278,6 +279,17 @@ def fits(*tensors: Tensor) -> bool:
 def ready(x: Tensor) -> Tensor:
     """With the entries of a row side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def filled(x: Tensor) -> Tensor:
+    """The same, with rows that are filled up with zeros to whole vectors; `cut` is the inverse."""
+    spare = -x.shape[-1] % (BYTES // x.element_size())
+    return F.pad(x, (0, spare)) if spare else ready(x)
+
+
+def cut(x: Tensor, width: int) -> Tensor:
+    """The first entries of every row, one row behind the other in memory where others are left out."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
 def matrix(x: Tensor) -> tuple[int, ...]:

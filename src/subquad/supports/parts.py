@@ -108,10 +108,6 @@ class Part:
     def placed(self) -> Grid:
         return self.keys if self.positions is None else self.positions
 
-    @cached_property
-    def numbered(self) -> Grid:
-        return self.keys if self.numbers is None else self.numbers
-
     def piece(self, block: int, blocks: int, rows: slice, keys: slice) -> Part:
         """Some blocks of the part, with some of their rows and keys."""
         stored, placed = (grid.cut(block, blocks, keys) for grid in (self.keys, self.placed))
@@ -276,13 +272,6 @@ class Plan:
             whole = found[-1].joined_with(part) if found else None
             found[-1:] = [whole] if whole else [*found[-1:], part]
         return tuple(found)
-
-    @cached_property
-    def goes_up(self) -> bool:
-        """Do all places follow each other upwards? Kernels that walk in order need that."""
-        grids = [(part.queries, part.keys, part.placed, part.numbered) for part in self.parts]
-        drawn = any(part.draws and part.numbers is not None for part in self.parts)
-        return not drawn and all(grid.stride > 0 for four in grids for grid in four)
 
     @cached_property
     def lowered(self) -> dict[tuple, Any]:

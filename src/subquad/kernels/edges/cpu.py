@@ -16,14 +16,25 @@ from torch import Tensor
 from subquad.core.hashing import dropout_seed, ranks
 from subquad.kernels.edges import loops
 from subquad.kernels.operators import in_float32
-from subquad.kernels.parallel import launch, run, run_rows
+from subquad.kernels.parallel import BYTES, cut, filled, launch, run, run_rows
 
 NO_CREDIT = (0, -1, np.empty((1, 0)))
 
 
+def head_rows(x: Tensor) -> Tensor:
+    """(B, H, n, d) → (B·H, n, d), contiguous, d filled up with zeros to whole vectors."""
+    return filled(x.detach()).flatten(0, 1).contiguous()
+
+
+def room(x: Tensor, *shape: int) -> Tensor:
+    """Memory for rows as wide as those of x, filled up."""
+    lanes = BYTES // x.element_size()
+    return x.new_empty(*shape, -(-x.shape[3] // lanes) * lanes)
+
+
 def array(x: Tensor) -> np.ndarray:
-    """Contiguous; (B, H, n, d) becomes (B·H, n, d)."""
-    return (x.flatten(0, 1) if x.ndim == 4 else x).detach().contiguous().numpy()
+    """Contiguous, tensors of heads as `head_rows`."""
+    return (head_rows(x) if x.ndim == 4 else x.detach().contiguous()).numpy()
 
 
 class Transposed(NamedTuple):
@@ -81,11 +92,11 @@ def sums(
     if transposed:  # x are queries; `heads` is the number of key heads
         by_key = Transposed.of(*graphs, num_keys)
         weights, graphs = by_key.moved(weights), by_key.graphs
-    out = x.new_empty(x.shape[0], heads, graphs[0].shape[1] - 1, x.shape[3])
+    out = room(x, x.shape[0], heads, graphs[0].shape[1] - 1)
     spread, gather = (1, x.shape[1] // heads) if transposed else (heads // x.shape[1], 1)
     z = array(out)
     run_rows(loops.sum_kernel, z.shape, weights, y, graphs, spread, gather, z)
-    return out
+    return cut(out, x.shape[3])
 
 
 @in_float32
@@ -94,13 +105,13 @@ def attention(
     seed: Tensor | None, scale: float, dropout: float,
 ) -> Tensor:  # fmt: skip
     check_list(indptr, indices, k.shape[2])
-    out = q.new_empty(*q.shape[:3], v.shape[3])
+    out = room(v, *q.shape[:3])
     x, y, u, ptr, keys = map(array, (q, k, v, indptr, indices))
     where = places(q.shape[1], k.shape[1], key_mask)
     dropped = drop(seed, dropout, key_mask, q.shape[0], q.shape[2], k.shape[2])
     graphs = (ptr, keys, share)
     run_rows(loops.attention_kernel, x.shape, x, y, u, graphs, where, dropped, x.dtype.type(scale), array(out))
-    return out
+    return cut(out, v.shape[3])
 
 
 @in_float32
@@ -109,13 +120,14 @@ def attention_backward(
     key_mask: Tensor | None, seed: Tensor | None, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     check_list(indptr, indices, k.shape[2])
-    grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
+    grads = [room(x, *x.shape[:3]) for x in (q, k, v)]
     graphs = (array(indptr), array(indices), share)
     where = places(q.shape[1], k.shape[1], key_mask)
     dropped = drop(seed, dropout, key_mask, q.shape[0], q.shape[2], k.shape[2])
     arrays = tuple(map(array, (dout, q, k, v)))
     backward(*arrays, graphs, Transposed.of(*graphs, k.shape[2]), where, dropped, scale, tuple(map(array, grads)))
-    return grads
+    dq, dk, dv = (cut(dx, x.shape[3]) for dx, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
 
 
 def backward(do, q, k, v, graphs, by_key: Transposed, where, dropped, scale: float, grads, credit=NO_CREDIT) -> None:

@@ -3,8 +3,8 @@
 A task is a block of rows of one instance: all its scores, the softmax of each row, all its sums. The rows of a block
 walk through their ascending keys side by side, so that a key fetched for one row is still in the cache for the next.
 
-Arrays of queries are (B·H, n, d) and contiguous, those of keys and values (B·H/group, m, d); a number per edge and
-instance is (B·H // g, E). Tuples that the kernels take:
+Arrays of queries are (B·H, n, d) and contiguous, those of keys and values (B·H/group, m, d), d a multiple of the lanes;
+a number per edge and instance is (B·H // g, E). Tuples that the kernels take:
 
     graphs   indptr (g, n + 1), indices (E,), share: see `EdgeList`
     places   heads, group, the first instance (where arrays are a part of the batch), real (B, m) bool or (0, 0)
@@ -24,44 +24,6 @@ PRE, PUBLISHED = 1, 2  # what `softmax_backward_kernel` credits edges with; 0: n
 
 
 # ---- one row ----
-
-
-@inline
-def _dots(x, y, keys, scale, out):
-    """out[e] = scale · x·y[keys[e]]. Four edges at a time: x is loaded once, four sums are independent."""
-    whole = keys.size // 4 * 4
-    for e in range(0, whole, 4):
-        y0, y1, y2, y3 = y[keys[e]], y[keys[e + 1]], y[keys[e + 2]], y[keys[e + 3]]
-        s0 = s1 = s2 = s3 = x.dtype.type(0)
-        for c in range(x.size):
-            s0 += x[c] * y0[c]
-            s1 += x[c] * y1[c]
-            s2 += x[c] * y2[c]
-            s3 += x[c] * y3[c]
-        out[e], out[e + 1], out[e + 2], out[e + 3] = s0 * scale, s1 * scale, s2 * scale, s3 * scale
-    for e in range(whole, keys.size):
-        y0, s0 = y[keys[e]], x.dtype.type(0)
-        for c in range(x.size):
-            s0 += x[c] * y0[c]
-        out[e] = s0 * scale
-
-
-@inline
-def _sums(weights, y, keys, out):
-    """out += Σ_e weights[e] · y[keys[e]]. Eight edges at a time: out is loaded and stored once."""
-    whole = keys.size // 8 * 8
-    for e in range(0, whole, 8):
-        y0, y1, y2, y3 = y[keys[e]], y[keys[e + 1]], y[keys[e + 2]], y[keys[e + 3]]
-        y4, y5, y6, y7 = y[keys[e + 4]], y[keys[e + 5]], y[keys[e + 6]], y[keys[e + 7]]
-        w0, w1, w2, w3 = weights[e], weights[e + 1], weights[e + 2], weights[e + 3]
-        w4, w5, w6, w7 = weights[e + 4], weights[e + 5], weights[e + 6], weights[e + 7]
-        for c in range(out.size):
-            left = w0 * y0[c] + w1 * y1[c] + w2 * y2[c] + w3 * y3[c]
-            out[c] += left + (w4 * y4[c] + w5 * y5[c] + w6 * y6[c] + w7 * y7[c])
-    for e in range(whole, keys.size):
-        y0, w0 = y[keys[e]], weights[e]
-        for c in range(out.size):
-            out[c] += w0 * y0[c]
 
 
 @inline
@@ -154,7 +116,7 @@ def _graph(t, graphs):
 
 @inline
 def _part(ptr, i, part, parts):
-    """Cut at multiples of eight edges, as `_sums` goes: a row's result does not depend on its neighbours' degrees."""
+    """Cut at multiples of eight edges: however sums are unrolled, a row does not depend on its neighbours' degrees."""
     degree = ptr[i + 1] - ptr[i]
     last = degree if part + 1 == parts else degree * (part + 1) // parts // 8 * 8
     return ptr[i] + degree * part // parts // 8 * 8, ptr[i] + last
@@ -163,36 +125,29 @@ def _part(ptr, i, part, parts):
 @inline
 def _block_dots(x, y, ptr, indices, scale, out):
     rows, start, width, size = x.shape[0], ptr[0], x.shape[1], x.itemsize
-    vectors = width * size // BYTES if width * size % BYTES == 0 else 0
     parts = max(1, (ptr[rows] - start) // (rows * _SPAN))
-    if vectors:
-        out[:] = 0
+    out[:] = 0
     for part in range(parts):
         for i in range(rows):
             a, b = _part(ptr, i, part, parts)
-            if vectors and b > a:
+            if b > a:
                 keys = (indices.ctypes.data + a * indices.itemsize, indices.size - a, y.ctypes.data, width)
                 into, far = out.ctypes.data + (a - start) * size, y.size * size > CACHE
-                dot_rows(scale, b - a, x.ctypes.data + i * width * size, *keys, into, vectors, far)
-            else:
-                _dots(x[i], y, indices[a:b], scale, out[a - start : b - start])
+                dot_rows(scale, b - a, x.ctypes.data + i * width * size, *keys, into, width * size // BYTES, far)
 
 
 @inline
 def _block_sums(weights, y, ptr, indices, out):
     """out += the sums."""
     rows, start, width, size = out.shape[0], ptr[0], out.shape[1], out.itemsize
-    vectors = width * size // BYTES if width * size % BYTES == 0 else 0
     parts = max(1, (ptr[rows] - start) // (rows * _SPAN))
     for part in range(parts):
         for i in range(rows):
             a, b = _part(ptr, i, part, parts)
-            if vectors and b > a:
+            if b > a:
                 keys = (indices.ctypes.data + a * indices.itemsize, indices.size - a, y.ctypes.data, width)
                 own, into = weights.ctypes.data + (a - start) * size, out.ctypes.data + i * width * size
-                sum_rows(out.dtype.type(0), b - a, own, *keys, into, vectors, y.size * size > CACHE)
-            else:
-                _sums(weights[a - start : b - start], y, indices[a:b], out[i])
+                sum_rows(out.dtype.type(0), b - a, own, *keys, into, width * size // BYTES, y.size * size > CACHE)
 
 
 # ---- kernels: tasks are dealt in turn, so that heads of unequal density balance ----

@@ -17,12 +17,12 @@ from torch import Tensor
 from subquad.core.hashing import chance, halves, stream
 from subquad.kernels.edges import cpu as edges
 from subquad.kernels.edges import loops
-from subquad.kernels.edges.cpu import Transposed, array
+from subquad.kernels.edges.cpu import Transposed, array, head_rows, room
 from subquad.kernels.graphs import tiles
 from subquad.kernels.graphs.reference import NEEDS_MASK, REST, settled_to_zero
 from subquad.kernels.masks import blocks, product, scratch, unpack
 from subquad.kernels.operators import in_float32
-from subquad.kernels.parallel import BYTES, exp, inline, kernel, launch, run, run_rows
+from subquad.kernels.parallel import cut, exp, inline, kernel, launch, run, run_rows
 
 GROUP = 2**21  # edges of the graphs that are differentiated together: buffers of 8 MB
 CREDIT = {"pre": loops.PRE, "published": loops.PUBLISHED}
@@ -57,12 +57,12 @@ def attention_backward(
 def _list_forward(q, k, v, indptr, indices, key_mask, seed, scale, dropout) -> Tensor:
     """Its edges lead to real keys only: the key mask is for the dropout."""
     edges.check_list(indptr, indices, k.shape[2])
-    out = q.new_empty(*q.shape[:3], v.shape[3])
+    out = room(v, *q.shape[:3])
     x, y, u, ptr, keys = map(array, (q, k, v, indptr, indices))
     dropped = edges.drop(seed, dropout, key_mask, q.shape[0], q.shape[2], k.shape[2])
     settings = (edges.places(q.shape[1], q.shape[1], None), dropped, x.dtype.type(scale), array(out))
     run_rows(loops.attention_kernel, x.shape, x, y, u, (ptr, keys, 1), *settings)
-    return out
+    return cut(out, v.shape[3])
 
 
 def _list_backward(
@@ -71,14 +71,16 @@ def _list_backward(
     """dq, dk, dv, dw, dz. Some graphs at a time: numbers per edge stay small, and their pages are used again."""
     if gated and ste == "difference":
         raise NotImplementedError(NEEDS_MASK)
-    grads = [x.new_empty(x.shape) for x in (q, k, v)]  # the loops write every row
-    grads += [x.new_empty(x.shape) if gated else x.new_zeros(x.shape) for x in (w, z)]
-    rows = [array(x) for x in (grad, q, k, v, w, z, *grads)]
+    given = (q, k, v, w, z)
+    grads = [room(x, *x.shape[:3]) for x in given]  # the loops write every row
+    if not gated:
+        grads[3:] = [dx.zero_() for dx in grads[3:]]
+    arrays = [array(x) for x in (grad, *given, *grads)]
     dropped = edges.drop(seed, dropout, key_mask, q.shape[0], q.shape[2], k.shape[2])
     for t, e in _groups(indptr):
         graphs = ((indptr[t] - e.start).numpy(), indices[e].numpy(), 1)
         by_key = Transposed.of(*graphs, k.shape[2])
-        do, x, y, u, a, b, dx, dy, du, da, db = (rows_of_all[t] for rows_of_all in rows)
+        do, x, y, u, a, b, dx, dy, du, da, db = (x[t] for x in arrays)
         where = edges.places(q.shape[1], q.shape[1], None, t.start)
         credit = np.empty((1, len(graphs[1]) * gated), x.dtype)
         chosen = (CREDIT[ste] if gated else 0, reach, credit)
@@ -86,7 +88,7 @@ def _list_backward(
         if gated:
             run_rows(loops.sum_kernel, a.shape, credit, b, graphs, 1, 1, da)
             run_rows(loops.sum_kernel, b.shape, by_key.moved(credit), a, by_key.graphs, 1, 1, db)
-    return tuple(grads)
+    return tuple(cut(dx, x.shape[3]) for dx, x in zip(grads, given, strict=True))
 
 
 def _groups(indptr: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -103,7 +105,7 @@ def _groups(indptr: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _tile_forward(q, k, v, mask, key_mask, seed, scale, dropout) -> Tensor:
-    x, y, u = map(_rows, (q, k, v))
+    x, y, u = map(head_rows, (q, k, v))
     out = u.new_empty(len(x), x.shape[1], u.shape[2])
     words = _words(mask, x, y)
     dropped = edges.drop(seed, dropout, key_mask, q.shape[0], q.shape[2], k.shape[2])
@@ -117,7 +119,7 @@ def _tile_forward(q, k, v, mask, key_mask, seed, scale, dropout) -> Tensor:
 
 def _tile_backward(grad, q, k, v, w, z, mask, key_mask, seed, scale, dropout, ste, reach, gated) -> tuple[Tensor, ...]:
     """dq, dk, dv, dw, dz; ste=difference only where p needs no gradient (`gated` False)."""
-    do, x, y, u, a, b = map(_rows, (grad, q, k, v, w, z))
+    do, x, y, u, a, b = map(head_rows, (grad, q, k, v, w, z))
     words = _words(mask, x, y)
     dropped = edges.drop(seed, dropout, key_mask, q.shape[0], q.shape[2], k.shape[2])
     row_grads = [torch.zeros_like(r) for r in (x, a)]
@@ -135,15 +137,9 @@ def _tile_backward(grad, q, k, v, w, z, mask, key_mask, seed, scale, dropout, st
     return tuple(_like(r, like.shape) for r, like in zip((dq, dk, dv, dw, dz), (q, k, v, w, z), strict=True))
 
 
-def _rows(x: Tensor) -> Tensor:
-    """(B, H, n, d) → (B·H, n, d), contiguous, d filled up with zeros to a multiple of the lanes."""
-    x = x.detach().flatten(0, 1)
-    return F.pad(x, (0, -x.shape[2] % (BYTES // x.itemsize))).contiguous()
-
-
 def _like(x: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `_rows`."""
-    return x[..., : shape[3]].contiguous().view(shape)
+    """The inverse of `head_rows`."""
+    return cut(x, shape[3]).view(shape)
 
 
 def _across(x: Tensor) -> np.ndarray:

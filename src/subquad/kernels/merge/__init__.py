@@ -9,9 +9,9 @@ the row's merged (out, lse): per part with the merged values it is the exact gra
 
 `op` holds the operators and their derivatives, `reference` the same in plain torch, for any device. On a CPU `cpu`
 divides the work, `cpu_program` makes tables of a plan, `cpu_forward` and `cpu_backward` do it with what `cpu_tiles` has
-for both, and `cpu_parts` does what these do not take. On a GPU (`cuda`) they are Triton kernels (`gpu` launches the
-`triton_tiles` of a `schedule`) or torch's own (`aten`). Key masks, the rows' own lengths, grouped heads and dropout all
-live inside. There is no second derivative: asking for one raises.
+for both. On a GPU (`cuda`) they are Triton kernels (`gpu` launches the `triton_tiles` of a `schedule`) or torch's own
+(`aten`). Key masks, the rows' own lengths, grouped heads and dropout all live inside. There is no second derivative:
+asking for one raises.
 """
 
 from subquad.kernels.merge.op import merge_attention

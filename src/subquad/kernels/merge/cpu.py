@@ -1,6 +1,6 @@
 """The merge operators on a CPU, in linear memory: one launch of the tile kernels for all parts of all batch elements.
 
-Widths that there are no vectors of, and plans whose places do not go upwards, are left to `cpu_parts`.
+Heads that are not a whole number of vectors wide are filled up with zeros, which adds nothing to a score.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from subquad.core.hashing import dropout_seed
-from subquad.kernels.merge import cpu_backward, cpu_forward, cpu_parts
+from subquad.kernels.merge import cpu_backward, cpu_forward
 from subquad.kernels.merge import cpu_tiles as tiles
-from subquad.kernels.merge.cpu_parts import kept_mask
-from subquad.kernels.merge.cpu_program import Program, make_program, together
-from subquad.kernels.parallel import Described, fits, launch, matrix, queue, ready
+from subquad.kernels.merge.cpu_program import Program, kept_mask, make_program, together
+from subquad.kernels.parallel import Described, cut, filled, launch, matrix, queue
 from subquad.supports.parts import Plan
 from subquad.supports.support import plans
 
@@ -30,22 +29,17 @@ LEAST = 1 << 12  # pairs of a query and a key: fewer are not worth a task
 
 
 def forward(q, keys, values, valid, lengths, seed, support, which, n, scale, dropout) -> State:
-    q, keys, values = ready(q), [ready(k) for k in keys], [ready(v) for v in values]
-    chosen = list(plans(q, keys, values, lengths, support, which, n))
-    attend = walk_forward if takes(chosen, q) else cpu_parts.forward
-    return attend(chosen, q, keys, values, valid, scale, seed, dropout)
+    chosen, width = list(plans(q, keys, values, lengths, support, which, n)), q.shape[3]
+    q, keys, values = filled(q), [filled(k) for k in keys], [filled(v) for v in values]
+    out, lse = walk_forward(chosen, q, keys, values, valid, scale, seed, dropout)
+    return cut(out, width), lse
 
 
 def backward(grad, q, keys, values, out, lse, valid, lengths, seed, support, which, n, scale, dropout) -> list[Tensor]:
-    grad, q, out, *kv = (ready(x) for x in (grad, q, out, *keys, *values))
-    m, chosen = len(keys), list(plans(q, keys, values, lengths, support, which, n))
-    differentiate = walk_backward if takes(chosen, q) else cpu_parts.backward
-    return differentiate(chosen, grad, q, kv[:m], kv[m:], out, lse, valid, scale, seed, dropout)
-
-
-def takes(chosen: Rows, q: Tensor) -> bool:
-    """Are there vectors of this type and width, and do all places go upwards?"""
-    return fits(q) and bool(chosen) and all(plan.goes_up for _, plan in chosen)
+    chosen, m, width = list(plans(q, keys, values, lengths, support, which, n)), len(keys), q.shape[3]
+    grad, q, out, *kv = (filled(x) for x in (grad, q, out, *keys, *values))
+    found = walk_backward(chosen, grad, q, kv[:m], kv[m:], out, lse, valid, scale, seed, dropout)
+    return [cut(x, width) for x in found]
 
 
 def walk_forward(
@@ -64,6 +58,8 @@ def walk_forward(
     """out and lse, written to `into` where it is given; `before`: those of other keys, which are put to these."""
     out, lse = into or (fresh(q, chosen)[0], q.new_full(q.shape[:3], -torch.inf))
     first = before or (out, lse)
+    if not chosen:  # nobody has a token
+        return out, lse
     with launch() as threads:
         work = _Work.of(chosen, q, threads)
         tables, _alive = work.tables(q, [*zip(keys, values, strict=True)], valid)
@@ -100,6 +96,8 @@ def walk_backward(
     """Gradients of q, of all keys, of all values; that of q is added to `onto`, where it is given."""
     dq = fresh(q, chosen)[0] if onto is None else onto
     sums = deltas or Deltas(lse, cpu_backward.UNKNOWN)
+    if not chosen:  # nobody has a token
+        return [dq, *(x.new_zeros(x.shape) for x in (*keys, *values))]
     with launch() as threads:
         work = _Work.of(chosen, q, threads)
         least = min(x.shape[1] for x in (*keys, *values))
@@ -216,7 +214,7 @@ class _Work:
         masks: Any = self._no_masks
         if self.program.masked:
             masks = self._no_masks.arguments[0].copy()
-            kept_masks = [(at, kept_mask(part, self.dtype)[0]) for at, part in self.program.masked]
+            kept_masks = [(at, kept_mask(part, self.dtype)) for at, part in self.program.masked]
             for at, mask in kept_masks:
                 masks[at] = mask.data_ptr(), len(mask), mask.stride(0), mask.stride(1)
         table = np.array([self._row(tensors) for tensors in sources], dtype=np.int64)

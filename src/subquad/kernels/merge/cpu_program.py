@@ -3,21 +3,28 @@
 Parts whose queries stand equally far apart make a phase. A phase cuts the rows into bands, at the ends of the parts'
 blocks and at most BAND rows each; a piece is the share of one block of one part in a band. So a band goes
 through all parts of its phase at once. The first phase has every row of the tensor in some band, rows without a key
-too: what it lays down needs no memory that was cleared before.
+too: what it lays down needs no memory that was cleared before. Rules that are no intervals are masks (`kept_mask`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from subquad.kernels.merge.cpu_tiles import DRAWS, FIELDS, PLACES
 from subquad.kernels.merge.reference import SOURCE
 from subquad.kernels.running_softmax import BAND, ROWS
 from subquad.supports.parts import Part, Plan
+
+KEPT_BYTES = 1 << 26  # of the most recent masks
+SLACK = 16  # entries behind the last one, which kernels may read: they go in whole vectors
 
 
 class Program(NamedTuple):
@@ -44,6 +51,7 @@ class _Block(NamedTuple):
 def make_program(plan: Plan, rows: int, most: int) -> Program:
     """The program of a plan for tensors of `rows` queries; bands have at most `most` pairs, where they can."""
     parts = plan.joined
+    assert all(grid.stride > 0 for part in parts for grid in (part.queries, part.keys, part.placed))  # tiles go upwards
     bands: list[tuple[int, ...]] = []
     pieces: list[tuple[int, ...]] = []
     phases: list[range] = []
@@ -165,3 +173,32 @@ def _fields(part: Part) -> tuple[int, ...]:
     placed = part.placed.moved(part.origin)
     single = (part.draws, part.source, part.origin)
     return (*part.queries, *part.keys, *placed, *part.limits, *single, *numbers, _is_selves(part))
+
+
+class _MaskCache:
+    """Masks of parts whose rule is no interval, the most recent ones, up to a number of bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes, self.lock = limit, 0, Lock()
+        self.kept: OrderedDict[tuple[Part, torch.dtype], Tensor] = OrderedDict()
+
+    def __call__(self, part: Part, dtype: torch.dtype) -> Tensor:
+        """What the part's rule adds to the scores, (A or 1, L, S)."""
+        with self.lock:
+            found = self.kept.get((part, dtype))
+            if found is not None:
+                self.kept.move_to_end((part, dtype))
+                return found
+        allowed = torch.from_numpy(part.allowed())  # (A or 1, L, S)
+        room = allowed.new_zeros(allowed.numel() + SLACK, dtype=dtype)
+        found = room[: allowed.numel()].view(allowed.shape).masked_fill_(~allowed, -torch.inf)
+        with self.lock:
+            if found.nbytes <= self.limit // 8 and (part, dtype) not in self.kept:
+                self.kept[part, dtype] = found
+                self.bytes += found.nbytes
+            while self.bytes > self.limit:
+                self.bytes -= self.kept.popitem(last=False)[1].nbytes
+        return found
+
+
+kept_mask = _MaskCache(KEPT_BYTES)
