@@ -333,7 +333,9 @@ def made_up(new: list[float], old: list[float], **about) -> dict:
         ([5, 5.2, 5.1], [4, 4.1, 4.2], False, "contradicts"),
         ([4, 4.1, 4.2], [5, 5.2, 5.1], True, "contradicts"),
         ([4, 4.1, 4.2], [5, 5.2, 5.1], False, "agrees"),
-        ([4, 6, 5], [3.9, 5.9, 4.7], True, "open"),  # the difference is within the spread
+        ([4, 6, 5], [5.9, 3.9, 4.7], True, "open"),  # the difference is within the spread
+        ([4, 6, 5], [3.9, 5.9, 4.7], True, "agrees"),  # runs of one seed share their data: better with every seed
+        ([4, 6, 5], [4.1, 6.1, 5.2], True, "contradicts"),
         ([5], [4], True, "agrees"),
         ([4], [4], True, "open"),
         ([float("nan")], [4], True, "missing"),
@@ -351,6 +353,13 @@ def test_the_verdict_goes_both_ways(new, old, larger, word):
 def test_what_is_on_the_plateau_or_missing_decides_nothing():
     stuck = verdict.judge(TABLE, made_up([5, 5], [4, 4], left_plateau=[100, None]))
     assert stuck[0].status == "open" and "plateau" in stuck[0].detail and not verdict.pairs(TABLE, {})
+    low = verdict.judge(
+        replace(TABLE, claims=(Claim(9, "new"), Claim("new", 4))), made_up([5], [4], left_plateau=[None])
+    )
+    assert [(each.status, each.detail) for each in low] == [
+        ("agrees", "as the paper says (one seed, on the plateau)"),
+        ("open", "new has not left the plateau"),
+    ]
     assert verdict.verdict(verdict.judge(TABLE, {}))[0] == "missing"
     both = replace(TABLE, claims=(Claim("new", 4.5), Claim(4.5, "new")))
     assert [each.status for each in verdict.judge(both, made_up([5], [4]))] == ["agrees", "contradicts"]

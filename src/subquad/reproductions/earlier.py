@@ -17,6 +17,7 @@ from typing import Any
 
 from subquad.core.spoken import argument
 from subquad.reproductions.declare import Column, Method
+from subquad.reproductions.verdict import seeds_of
 from subquad.tasks import task as make_task
 from subquad.training import log
 from subquad.training.compare import Comparison, Known
@@ -97,10 +98,6 @@ def tried_rates(
     }
 
 
-def seeds_of(cell: Mapping[str, Any]) -> list[int]:
-    return cell.get("seeds", list(range(len(cell["scores"]))))
-
-
 def joined(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """A cell of an earlier result with the seeds that were run since, all with one learning rate."""
     if before is None or now is None:
@@ -109,6 +106,6 @@ def joined(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> d
     scores = [*before["scores"], *now["scores"]]
     return {
         **now, **before, "mean": statistics.mean(scores), "sd": statistics.stdev(scores),
-        "seeds": seeds_of(before) + seeds_of(now), "scores": scores,
+        "seeds": [*seeds_of(before), *seeds_of(now)], "scores": scores,
         "left_plateau": [*before["left_plateau"], *now["left_plateau"]],
     }  # fmt: skip

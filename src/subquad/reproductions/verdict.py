@@ -1,16 +1,19 @@
 """Do our numbers and the paper's agree? Claim by claim, and pair by pair, within the spread of the seeds.
 
-A difference counts if it is larger than the spread: the standard deviation of the difference over the seeds. A single
-seed has no spread, so there the direction is all that can be said, and the verdict says that too. A run that has not
-left the plateau decides nothing.
+A difference counts if it is larger than the spread: its standard deviation over the seeds. Runs with the same seed have
+the same data, which move the scores of all methods alike, so differences are taken seed by seed. A single seed has no
+spread, so there the direction is all that can be said, and the verdict says that too. A run that has not left the
+plateau decides nothing, except that it does not reach a number.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from subquad.reproductions.declare import Claim, Column, Reproduction
@@ -20,11 +23,11 @@ AGREES, CONTRADICTS, OPEN, MISSING = "agrees", "contradicts", "open", "missing"
 
 
 class Side(NamedTuple):
-    """One side of a difference; a number of the paper has no seeds and no spread."""
+    """One side of a difference; a number of the paper has no seeds."""
 
     mean: float
-    sd: float
-    seeds: int  # 0: a fixed number, or one that was counted
+    sd: float = 0.0
+    scores: Mapping[int, float] = MappingProxyType({})  # by seed; none: a fixed number, or one that was counted
 
 
 class Judgement(NamedTuple):
@@ -49,20 +52,27 @@ def _judge(claim: Claim, column: Column, cells: Cells, larger: bool) -> tuple[st
     if better is None or worse is None:
         return MISSING, "not run"
     waiting = [name for name in (claim.better, claim.worse) if on_plateau(name, column.name, cells)]
-    if waiting:
+    fails = isinstance(claim.better, float | int)  # "this does not reach 99": one on the plateau does not
+    if waiting and not fails:
         return OPEN, f"{waiting[0]} has not left the plateau"
     status, single = compare(better, worse, larger=larger)
     words = {AGREES: "as the paper says", CONTRADICTS: "the other way round", OPEN: "within the spread of the seeds"}
-    return status, words[status] + (" (one seed)" if single and status != OPEN else "")
+    remarks = [text for text, said in (("one seed", single and status != OPEN), ("on the plateau", waiting)) if said]
+    return status, words[status] + (f" ({', '.join(remarks)})" if remarks else "")
 
 
 def side(name: str | float, column: str, cells: Cells) -> Side | None:
     if not isinstance(name, str):
-        return Side(float(name), 0.0, 0)
+        return Side(float(name))
     cell = cells.get(name, {}).get(column)
     if cell is None or cell.get("mean") is None or not math.isfinite(cell["mean"]):
         return None
-    return Side(cell["mean"], cell.get("sd") or 0.0, 0 if cell.get("counted") else len(cell["scores"]))
+    scores = {} if cell.get("counted") else dict(zip(seeds_of(cell), cell["scores"], strict=True))
+    return Side(cell["mean"], cell.get("sd") or 0.0, scores)
+
+
+def seeds_of(cell: Mapping[str, Any]) -> Sequence[int]:
+    return cell.get("seeds", range(len(cell["scores"])))
 
 
 def on_plateau(name: str | float, column: str, cells: Cells) -> bool:
@@ -71,11 +81,20 @@ def on_plateau(name: str | float, column: str, cells: Cells) -> bool:
 
 def compare(better: Side, worse: Side, *, larger: bool) -> tuple[str, bool]:
     """The status, and whether it rests on a single seed (whose spread nobody knows)."""
-    gain = (better.mean - worse.mean) * (1 if larger else -1)
-    single = 1 in (better.seeds, worse.seeds)
-    if gain == 0 or abs(gain) <= math.hypot(better.sd, worse.sd):
+    gain, spread = difference(better, worse)
+    single = 1 in (len(better.scores), len(worse.scores))
+    if gain == 0 or abs(gain) <= spread:
         return OPEN, single
-    return (AGREES if gain > 0 else CONTRADICTS), single
+    return (AGREES if (gain > 0) == larger else CONTRADICTS), single
+
+
+def difference(one: Side, other: Side) -> tuple[float, float]:
+    """one - other and its spread: seed by seed where both have two seeds or more in common."""
+    shared = one.scores.keys() & other.scores.keys()
+    if len(shared) < 2:
+        return one.mean - other.mean, math.hypot(one.sd, other.sd)
+    found = [one.scores[seed] - other.scores[seed] for seed in sorted(shared)]
+    return statistics.mean(found), statistics.stdev(found)
 
 
 def pairs(reproduction: Reproduction, cells: Cells) -> Counter[str]:
@@ -99,7 +118,7 @@ def pairs(reproduction: Reproduction, cells: Cells) -> Counter[str]:
 
 def _stated(reproduction: Reproduction, method: str, column: str) -> Side | None:
     number = reproduction.number(method, column)
-    return None if number is None else Side(number, reproduction.spread(method, column) or 0.0, 0)
+    return None if number is None else Side(number, reproduction.spread(method, column) or 0.0)
 
 
 def order(numbers: Mapping[str, float | None], *, larger: bool) -> list[str]:
