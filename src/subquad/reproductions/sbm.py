@@ -166,6 +166,7 @@ FIGURE_4 = Reproduction(
         Claim(FULL, 99), Claim(SBM, 99),
         *(Claim(99, name) for name in ("Linearized", "Reformer", "Performer", "Linformer", "Nyströmformer")),
     ),
+    rates=("1e-3", "3e-3"),
     differs="the size of the baselines, of which the paper says nothing here: 64 features, dimensions and landmarks, a "
     "quarter of the length (256 of them would be as many as tokens). A run ends at the first evaluation with 99.5 %: "
     "the question is who passes 99 %",
