@@ -63,6 +63,8 @@ def test_compare_returns_a_table(notebook, tmp_path):
     )
     with pytest.raises(KeyError, match="'linear' was not compared: full, local:window=5"):
         compared["linear"]
+    with pytest.raises(ValueError, match=r"jobs must be 1 for a task .* that a script or a notebook defines, not 2"):
+        subquad.compare(notebook, ["full"], out=out, jobs=2, **SMALL)
     more = subquad.compare(notebook, "full,local:window=5,linear", out=out, **SMALL)
     assert more["full"]["scores"] == compared["full"]["scores"] and more["linear"]["mean"] is not None
 
@@ -117,6 +119,7 @@ def test_processes_find_modules_of_the_callers(monkeypatch, tmp_path):
         (lambda: subquad.compare("needle", []), "attentions must be a spec or a list of specs"),
         (lambda: subquad.compare("needle", "full", seed=3), "`seeds` is the number of runs"),
         (lambda: subquad.compare("needle", "full", seeds="3"), "seeds must be .* an integer ≥ 1, not '3'"),
+        (lambda: subquad.compare("needle", "full", jobs=0), "jobs must be the number of runs at a time, .* not 0"),
         (lambda: subquad.compare("needle", "full", rates=0.1), r"rates must be a list .* such as \[3e-3, 1e-3\]"),
     ],
 )

@@ -6,6 +6,10 @@ import json
 import os
 import shutil
 import signal
+import sys
+import threading
+import time
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +33,9 @@ from subquad.tasks import task
 from subquad.tasks.guessing import Plateau, left_at
 from subquad.testing import cases
 from subquad.training import checkpoints, lock, log, statistics, use
+from subquad.training import compare as comparing
+from subquad.training.callbacks import Bar
+from subquad.training.children import shares
 from subquad.training.compare import Comparison, check, pending, prepare, rows, write
 from subquad.training.connections import connections
 from subquad.training.rates import choose, parse_rates, take_rates
@@ -322,6 +329,92 @@ def test_each_attention_gets_its_best_rate(tmp_path):
     assert len(row["left_plateau"]) == 2 and len(list(tmp_path.glob("full/*/seed*"))) == 3
     prepare(both, overwrite=True)
     assert not (tmp_path / "full").exists()
+
+
+def several(out: Path, jobs: int, **about: Any) -> Comparison:
+    return Comparison("needle", ["full", "linear"], out, settings=TINY, timed=False, jobs=jobs, **about)
+
+
+def test_several_runs_at_a_time(tmp_path, monkeypatch):
+    """Two runs meet at a barrier, never three; the second seed begins when the learning rates have been tried."""
+    events: list[tuple] = []
+    both = threading.Barrier(2, timeout=60)
+
+    def run(comparison, attention, seed, rate):
+        events.append(("begin", attention, seed, rate))
+        if seed == 0:
+            both.wait()
+        folder = comparison.folder(attention, seed, rate)
+        folder.mkdir(parents=True)
+        known = {"valid": float(rate), "larger_is_better": True, "metric": "accuracy", "test": {"accuracy": 0.5}}
+        costs = dict.fromkeys(("step_seconds", "memory", "parameters", "connections"), 1.0)
+        log.write_result(folder, {**known, **costs, "density": None})
+        log.write(folder, [{"step": 2, "valid": {"accuracy": 0.5}}, {"step": 2, "loss": 1.0, "step_seconds": 1.0}])
+        events.append(("end", attention, seed, rate))
+        return 0
+
+    monkeypatch.setattr(comparing, "run_one", run)
+    whole = several(tmp_path, 2, seeds=2, rates=("1e-3", "2e-3"))
+    prepare(whole, overwrite=False)
+    made = comparing.compare(whole)
+    assert [row["rate"] for row in made["rows"]] == ["2e-3"] * 2 and [len(row["scores"]) for row in made["rows"]] == [
+        2,
+        2,
+    ]
+    alive, most = 0, 0
+    for event, *_ in events:
+        alive += 1 if event == "begin" else -1
+        most = max(most, alive)
+    assert len(events) == 12 and most == 2
+    for attention in whole.attentions:
+        tried = max(events.index(("end", attention, 0, rate)) for rate in whole.rates)
+        assert tried < events.index(("begin", attention, 1, "2e-3"))
+
+
+@pytest.mark.parametrize("end", ["stopped", "an error", "a signal"])
+def test_runs_at_a_time_end_together(tmp_path, monkeypatch, end):
+    """One that is stopped, or cannot be started, or a signal to the comparison: the other one saves its state."""
+    waiting = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print(1); time.sleep(60)"
+    )
+    codes = {}
+
+    def run(comparison, attention, seed, rate):
+        if attention == "linear":
+            while not comparison.children.alive:
+                time.sleep(0.01)
+            time.sleep(0.5)  # the other one has set its handler
+            if end == "a signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return {"an error": lambda: 1 / 0}.get(end, lambda: 130)()
+        codes[attention] = comparison.children.run([sys.executable, "-c", waiting], comparison.environment)
+        return codes[attention]
+
+    monkeypatch.setattr(comparing, "run_one", run)
+    whole = several(tmp_path, 2)
+    prepare(whole, overwrite=False)
+    with pytest.raises(ZeroDivisionError if end == "an error" else KeyboardInterrupt):
+        comparing.compare(whole)
+    assert codes == {"full": 130} and not whole.children.alive
+    assert (tmp_path / "comparison.json").exists() and not list(tmp_path.glob("*/seed0/error.txt"))
+
+
+def test_runs_share_the_cores_and_the_terminal(monkeypatch, capsys):
+    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert shares(1) == {}
+    assert shares(3) == {child.LINES: "1", "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}, "what is set is kept"
+    assert shares(16)["OMP_NUM_THREADS"] == "1"
+    state = types.SimpleNamespace(is_world_process_zero=True, max_steps=4, global_step=2)
+    for number, alone in enumerate((True, False)):
+        monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as far as rich is concerned
+        if not alone:
+            monkeypatch.setenv(child.LINES, "1")
+        bar = Bar(f"run {number}", "accuracy", types.SimpleNamespace(training=[]))
+        bar.on_log(None, state, None, {"eval_accuracy": 0.5})
+        assert ("step 2/4  accuracy 0.5000" in capsys.readouterr().err) is not alone and bar.bar.disable is not alone
 
 
 def test_a_rate_is_chosen_on_validation():

@@ -151,6 +151,7 @@ def compare(
     recipe: str = "small",
     data: str | Path | None = None,
     rates: Sequence[float] = (),
+    jobs: int = 1,
     overwrite: bool = False,
     **settings: Any,
 ) -> Compared:
@@ -171,13 +172,16 @@ def compare(
         recipe: the name of a recipe.
         data: the folder of data sets; None = $SUBQUAD_DATA, or ./data.
         rates: learning rates of which each attention gets its best on validation; none = that of the recipe.
+        jobs: the number of runs at a time, each with its share of the cores.
         overwrite: delete the comparison in the folder and start again.
         settings: of the recipe, such as steps=300; `subquad tasks TASK` shows them all.
     """
     if task in SUITES:
         raise ValueError(f"{task} is a group of tasks: compare them one by one, {', '.join(SUITES[task])}")
-    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-        raise ValueError(f"seeds must be the number of runs of each attention, an integer ≥ 1, not {seeds!r}")
+    counts = {"seeds": (seeds, "the number of runs of each attention"), "jobs": (jobs, "the number of runs at a time")}
+    for name, (count, what) in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} must be {what}, an integer ≥ 1, not {count!r}")
     if "seed" in settings:
         raise TypeError("compare has no argument seed: `seeds` is the number of runs of each attention, 0, 1, 2 …")
     specs = split_list(",".join(_texts("attentions", attentions, "full", "combiner-fixed")))
@@ -191,10 +195,17 @@ def compare(
 
     command = ["subquad", "compare", task, "--attention", ",".join(specs), "--seeds", str(seeds), "--recipe", recipe]
     command += ["--rates", ",".join(bracket)] if bracket else []
+    command += ["--jobs", str(jobs)] if jobs > 1 else []
     comparison = comparing.Comparison(
-        task, specs, where, recipe, texts, seeds, _path("data", data), [*command, *_flags(texts, where, data)], bracket
-    )
+        task, specs, where, recipe, texts, seeds, _path("data", data), [*command, *_flags(texts, where, data)], bracket,
+        jobs=jobs,
+    )  # fmt: skip
     _reach(comparison)
+    if comparison.inside and jobs > 1:
+        raise ValueError(
+            f"jobs must be 1 for a task or a mechanism that a script or a notebook defines, not {jobs}: it is trained "
+            "in this process; put it in a module of its own to train several runs at a time"
+        )
     comparing.check(comparison)
     comparing.prepare(comparison, overwrite=overwrite)
     return _finish(comparison)

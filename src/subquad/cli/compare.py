@@ -19,6 +19,8 @@ from subquad.tasks import SUITES, check_data, check_mechanisms, check_settings
 from subquad.training.rates import parse_rates, take_rates
 from subquad.training.start import check_out
 
+Jobs = Annotated[int, typer.Option(min=1, help="Number of runs at a time, each with its share of the cores.")]
+
 
 def add_to(app: typer.Typer) -> None:
     app.command(epilog="Example: subquad compare listops --attention full,combiner-fixed,sbm:clusters=32 --seeds 3")(
@@ -45,6 +47,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    jobs: Jobs = 1,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the comparison in the folder and start again.")
     ] = False,
@@ -73,7 +76,17 @@ def compare(
     from subquad.training.compare import Comparison, check, prepare
 
     comparisons = [
-        Comparison(name, specs, where / name if task in SUITES else where, recipe, chosen, seeds, data, rates=bracket)
+        Comparison(
+            name,
+            specs,
+            where / name if task in SUITES else where,
+            recipe,
+            chosen,
+            seeds,
+            data,
+            rates=bracket,
+            jobs=jobs,
+        )
         for name in names
     ]
     for each in comparisons:

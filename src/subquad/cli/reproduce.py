@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from subquad.cli.compare import Jobs
 from subquad.cli.tables import show_table
 from subquad.cli.train import Data
 from subquad.core.console import err, out
@@ -68,6 +69,7 @@ def reproduce(
             help="Write the generated part of DOCS/experiments.md and its figures from DOCS/results, and stop."
         ),
     ] = None,
+    jobs: Jobs = 1,
     data: Data = None,
 ) -> None:
     """Reproduce a table or figure of the four papers, and report whether it agrees with the paper.
@@ -99,7 +101,7 @@ def reproduce(
 
     results = results or folder / "results"
     earlier = read_earlier(results, chosen.key, recipe) if chosen.kind == "trained" else {}
-    _run(Plan(chosen, folder, recipe, seeds, bracket, data, earlier), results)
+    _run(Plan(chosen, folder, recipe, seeds, bracket, data, earlier, jobs), results)
 
 
 def _check_data(chosen: Reproduction, recipe: str, data: Path | None) -> None:

@@ -41,6 +41,7 @@ class Plan:
     rates: tuple[str, ...] | None = None  # None = those of the reproduction, if it is scaled down
     data: Path | None = None
     earlier: Mapping[str, Any] = field(default_factory=dict)  # a result of this table, whose runs are not repeated
+    jobs: int = 1  # runs at a time
 
     @property
     def bracket(self) -> tuple[str, ...]:
@@ -60,7 +61,8 @@ class Plan:
                 where = self.out / column.task / ",".join((recipe, *settings)).replace("/", "_")
                 specs = list(dict.fromkeys(method.spec_at(self.scale) for method in methods))
                 comparison = Comparison(
-                    column.task, specs, where, recipe, settings, self.seeds, self.data, rates=self.bracket, timed=False
+                    column.task, specs, where, recipe, settings, self.seeds, self.data, rates=self.bracket, timed=False,
+                    jobs=self.jobs,
                 )  # fmt: skip
                 comparison.known = known(self.earlier, column, methods, self.scale, comparison)
                 yield column, methods, comparison

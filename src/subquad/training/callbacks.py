@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from subquad.core import memory
+from subquad.core.child import LINES
 from subquad.core.console import err
 from subquad.training import log
 from subquad.training.processes import any_process, main_process
@@ -113,14 +114,15 @@ class Recorder(TrainerCallback):
 
 
 class Bar(TrainerCallback):
-    """Progress on stderr: a bar on a terminal, a line per evaluation elsewhere."""
+    """Progress on stderr: a bar on a terminal, a line per evaluation elsewhere and where runs share the terminal."""
 
     def __init__(self, title: str, metric: str, recorder: Recorder) -> None:
         self.title, self.metric, self.recorder = title, metric, recorder
         self.console = err()
+        self.lines = not self.console.is_terminal or LINES in os.environ
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
                    TimeRemainingColumn(), TextColumn("{task.fields[numbers]}", markup=False))  # fmt: skip
-        self.bar = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.bar = Progress(*columns, console=self.console, transient=True, disable=self.lines)
         self.task = self.bar.add_task(title, total=None, numbers="")
         self.valid = ""
 
@@ -137,7 +139,7 @@ class Bar(TrainerCallback):
             return
         if f"eval_{self.metric}" in logs:
             self.valid = f"{self.metric} {logs[f'eval_{self.metric}']:.4f}"
-            if not self.console.is_terminal:
+            if self.lines:
                 say(f"{self.title}  step {state.global_step}/{state.max_steps}  {self._numbers()}")
         self.bar.update(self.task, numbers=self._numbers())
 

@@ -1,22 +1,20 @@
 """Comparisons: the same task, the same budget, different attention.
 
 Every run is a process of its own (its memory is its own, and a crash takes nothing with it) in a folder of its own;
-finished ones are kept, interrupted ones resumed. `comparison.json` has the table.
+several of them may run at a time. Finished ones are kept, interrupted ones resumed. `comparison.json` has the table.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +27,7 @@ from subquad.core.spoken import argument, given
 from subquad.tasks import task as make_task
 from subquad.tasks.guessing import Plateau, find_plateau, guess, left_at
 from subquad.training import log, speed
-from subquad.training.callbacks import SIGNALS
+from subquad.training.children import Children, Here, shares
 from subquad.training.lock import holder, locked, refusal
 from subquad.training.rates import choose
 from subquad.training.run import Interrupted, Run, check_specs, make_arguments, slug, train, versions, was
@@ -45,6 +43,17 @@ class Known(NamedTuple):
     rate: str | None = None
     seeds: tuple[int, ...] = ()
     tried: Mapping[str, dict[str, Any]] = MappingProxyType({})
+
+
+class Pending(NamedTuple):
+    """A run that is yet to be trained."""
+
+    attention: str
+    seed: int
+    rate: str | None
+
+    def __str__(self) -> str:
+        return f"{self.attention} · seed {self.seed}" + ("" if self.rate is None else f" · rate {self.rate}")
 
 
 @dataclass
@@ -65,7 +74,9 @@ class Comparison:
     timing: dict[str, Any] | None = None  # what `speed.relative_costs` found
     timed: bool = True  # measure the relative cost of the attentions at the end
     inside: bool = False  # train in this process: no other one can import the task or a mechanism
-    environment: dict[str, str] = field(default_factory=dict)  # of the processes, beside this one's
+    jobs: int = 1  # runs at a time
+    children: Children = field(default_factory=Children)  # the processes of the runs
+    environment: dict[str, str] = field(default_factory=dict)  # of these processes, beside this one's
     known: Mapping[str, Known] = field(default_factory=dict)  # by attention: what is not run again
 
     def described(self) -> dict[str, Any]:
@@ -165,20 +176,55 @@ def _runs(out: Path) -> list[Path]:
 def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Train what is not yet trained; returns what comparison.json holds. Ctrl-C leaves everything resumable."""
     with locked(comparison.out), tempfile.TemporaryDirectory() as told:
-        comparison.environment[TOLD] = told
-        for attention, seed, rate in pending(comparison):
-            tell(f"{comparison.task} · {attention} · seed {seed}" + ("" if rate is None else f" · rate {rate}"))
-            code = (run_inside if comparison.inside else run_one)(comparison, attention, seed, rate)
-            reason = comparison.folder(attention, seed, rate) / "error.txt"
-            if code == 130:
-                raise KeyboardInterrupt
-            if code and not reason.exists():  # killed, out of memory: it could not say why
-                reason.write_text(f"ended with exit code {code}")
-            write(comparison)
+        comparison.environment |= {TOLD: told, **shares(comparison.jobs)}
+        run_all(comparison, tell)
         write(comparison)
         if comparison.timed:
             comparison.timing = measure_timing(comparison, tell)
         return write(comparison)
+
+
+def run_all(comparison: Comparison, tell: Callable[[str], None]) -> None:
+    """Every run that is pending, `jobs` of them at a time, each begun once."""
+    one = run_inside if comparison.inside else run_one
+    begun: set[Pending] = set()
+    running: dict[Future, Pending] = {}
+    children = comparison.children
+    guarded = contextlib.nullcontext() if comparison.inside else children.guarded()
+    pool = Here() if comparison.jobs == 1 else ThreadPoolExecutor(comparison.jobs)
+    with guarded, pool:  # leaving the pool waits for the runs in it
+        try:
+            while not children.came:
+                while len(running) < comparison.jobs and (run := next_run(comparison, begun, running.values())):
+                    begun.add(run)
+                    tell(f"{comparison.task} · {run}")
+                    running[pool.submit(one, comparison, *run)] = run
+                if not running:
+                    return
+                for finished in wait(running, return_when=FIRST_COMPLETED).done:
+                    note(comparison, running.pop(finished), finished.result())
+            raise KeyboardInterrupt
+        except BaseException:
+            if not children.came:
+                children.send(signal.SIGTERM)  # the other runs save their state
+            raise
+
+
+def next_run(comparison: Comparison, begun: Collection[Pending], running: Collection[Pending]) -> Pending | None:
+    """The first that can begin: a seed after the first waits until the learning rate of its attention is chosen."""
+    trying = {run.attention for run in running if run.seed == 0 and comparison.rates}
+    runs = (run for run in pending(comparison) if run not in begun and not (run.seed and run.attention in trying))
+    return next(runs, None)
+
+
+def note(comparison: Comparison, run: Pending, code: int) -> None:
+    """The end of a run, in comparison.json."""
+    if code == 130:
+        raise KeyboardInterrupt
+    reason = comparison.folder(*run) / "error.txt"
+    if code and not reason.exists():  # killed, out of memory: it could not say why
+        reason.write_text(f"ended with exit code {code}")
+    write(comparison)
 
 
 def measure_timing(comparison: Comparison, tell: Callable[[str], None]) -> dict[str, Any] | None:
@@ -204,7 +250,7 @@ def known_timing(comparison: Comparison) -> dict[str, Any] | None:
     return comparison.timing
 
 
-def pending(comparison: Comparison) -> Iterator[tuple[str, int, str | None]]:
+def pending(comparison: Comparison) -> Iterator[Pending]:
     """Seed by seed, so that an early look has every attention; the first seed tries the learning rates, and what it
     finds is asked for when the next one begins.
     """
@@ -218,11 +264,11 @@ def pending(comparison: Comparison) -> Iterator[tuple[str, int, str | None]]:
                 nothing_chosen = bool(comparison.rates) and rate is None
                 known = seed in comparison.known_seeds(attention, rate) or (seed == 0 and rate in elsewhere)
                 if not (nothing_chosen or known) and log.read_result(comparison.folder(attention, seed, rate)) is None:
-                    yield attention, seed, rate
+                    yield Pending(attention, seed, rate)
 
 
 def run_one(comparison: Comparison, attention: str, seed: int, rate: str | None = None) -> int:
-    """One training in its own process; its exit code, 130 if it was stopped. Progress passes through."""
+    """One training in its own process; its exit code, 130 if it was stopped."""
     folder = comparison.folder(attention, seed, rate)
     arguments = ["train", comparison.task, "--attention", attention]
     arguments += ["--recipe", comparison.recipe, "--seed", str(seed), "--out", str(folder)]
@@ -235,14 +281,7 @@ def run_one(comparison: Comparison, attention: str, seed: int, rate: str | None 
     if process := holder(folder):  # left over from a comparison that was killed
         raise refusal(folder, process)
     (folder / "error.txt").unlink(missing_ok=True)
-    with forwarded() as (children, stopped):
-        words, environment = command("subquad", *arguments), {**os.environ, **comparison.environment}
-        child = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=environment)
-        children.append(child)
-        for number in stopped:  # one that came while the child was being started
-            child.send_signal(number)
-        code = child.wait()
-    return 130 if stopped or code in (-1, -2, -15, 129, 130, 143) else code
+    return comparison.children.run(command("subquad", *arguments), comparison.environment)
 
 
 def run_inside(comparison: Comparison, attention: str, seed: int, rate: str | None = None) -> int:
@@ -260,31 +299,6 @@ def run_inside(comparison: Comparison, attention: str, seed: int, rate: str | No
         (folder / "error.txt").write_text(" ".join(str(error).split()) or type(error).__name__)
         return 1
     return 0
-
-
-@contextlib.contextmanager
-def forwarded() -> Iterator[tuple[list[subprocess.Popen], list[int]]]:
-    """Signals that end a program go on to its children, which save their state; it ends when they have ended. The
-    list of signals fills as they come.
-    """
-    children: list[subprocess.Popen] = []
-    came: list[int] = []
-
-    def forward(number: int, frame: Any) -> None:
-        came.append(number)
-        for child in children:
-            child.send_signal(number)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                before[number] = signal.signal(number, forward)
-    try:
-        yield children, came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def write(comparison: Comparison) -> dict[str, Any]:
