@@ -226,6 +226,27 @@ def test_an_earlier_result_is_continued_without_its_runs(tiny_data, tmp_path, mo
         runner.reproduce(replace(plan, reproduction=replace(table, columns=(other,)), earlier=grown))
 
 
+def test_what_another_command_adds_meanwhile_is_kept(tiny_data, tmp_path, monkeypatch):
+    """Two commands with one folder of results: the one that ends last does not undo what the other one has written."""
+    table = miniature(find("sparse-table-1"), tiny_data)
+    first, second = (replace(table, methods=(method,), claims=()) for method in table.methods)
+    monkeypatch.setitem(REPRODUCTIONS, table.key, table)
+    monkeypatch.setattr(comparing, "run_one", in_process)
+    other = runner.reproduce(Plan(first, tmp_path / "other"))
+
+    def run(*given):
+        runner.write_result(tmp_path, other)
+        return in_process(*given)
+
+    monkeypatch.setattr(comparing, "run_one", run)
+    plan = Plan(second, tmp_path / "own", results=tmp_path)
+    both = runner.reproduce(plan)
+    assert both["ours"][table.methods[0].name] == other["ours"][table.methods[0].name]
+    assert list(both["methods"]) == list(both["ours"]) == [method.name for method in table.methods]
+    runner.write_result(tmp_path, both)
+    assert runner.so_far(plan)["ours"] == both["ours"], "its own runs are not counted twice"
+
+
 @pytest.mark.parametrize("better", ["the recipe's", "another"])
 def test_learning_rates_are_added_to_an_earlier_result(better, tiny_data, tmp_path, monkeypatch):
     """What was tried is not tried again; the best on validation is kept, with the seeds that it has."""

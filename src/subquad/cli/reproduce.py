@@ -101,7 +101,7 @@ def reproduce(
 
     results = results or folder / "results"
     earlier = read_earlier(results, chosen.key, recipe) if chosen.kind == "trained" else {}
-    _run(Plan(chosen, folder, recipe, seeds, bracket, data, earlier, jobs), results)
+    _run(Plan(chosen, folder, recipe, seeds, bracket, data, earlier, jobs, results), results)
 
 
 def _check_data(chosen: Reproduction, recipe: str, data: Path | None) -> None:
@@ -135,13 +135,13 @@ def _write_pages(docs: Path) -> None:
 
 
 def _run(plan: Any, results: Path) -> None:
-    from subquad.reproductions.runner import collect, reproduce, summary, write_result
+    from subquad.reproductions.runner import reproduce, so_far, write_result
 
     try:
         result = reproduce(plan, lambda text: err().print(text, style="bold", soft_wrap=True))
     except KeyboardInterrupt:
         if plan.reproduction.kind == "trained":
-            partial = summary(plan, collect(plan))
+            partial = so_far(plan)
             show(partial)
             write_result(results, partial)
         err().print("stopped; run the same command again to resume", soft_wrap=True)

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from subquad.attention.registry import check_name
 from subquad.core.files import write_atomically
 from subquad.reproductions import REPRODUCTIONS, verdict
 from subquad.reproductions.declare import Column, Method, Reproduction, check_possible, limited
-from subquad.reproductions.earlier import check_earlier, file_name, joined, known, setting
+from subquad.reproductions.earlier import check_earlier, file_name, joined, known, read_earlier, setting
 from subquad.reproductions.measures import Ask
 from subquad.training import log
 from subquad.training.compare import Comparison, check_attentions, check_data, compare, prepare
@@ -42,6 +42,7 @@ class Plan:
     data: Path | None = None
     earlier: Mapping[str, Any] = field(default_factory=dict)  # a result of this table, whose runs are not repeated
     jobs: int = 1  # runs at a time
+    results: Path | None = None  # the folder of that result, in which other commands may add to it meanwhile
 
     @property
     def bracket(self) -> tuple[str, ...]:
@@ -121,8 +122,7 @@ def reproduce(plan: Plan, tell: Tell = lambda text: None) -> dict[str, Any]:
     if reproduction.kind == "measured":
         ask = Ask(plan.out / "measured.json", tell)
         return summary(plan, _function(reproduction)(reproduction, ask))
-    notes = train(plan, tell)
-    return summary(plan, collect(plan), notes)
+    return so_far(plan, train(plan, tell))
 
 
 def _function(reproduction: Reproduction) -> Any:
@@ -159,6 +159,13 @@ def train(plan: Plan, tell: Tell) -> list[str]:
 
 
 # ---- results ---------------------------------------------------------------------------------------------------
+
+
+def so_far(plan: Plan, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """What is finished, beside what the folder of the results has of this table by now."""
+    if plan.results is not None:
+        plan = replace(plan, earlier=read_earlier(plan.results, plan.reproduction.key, plan.scale))
+    return summary(plan, collect(plan), notes)
 
 
 def collect(plan: Plan) -> dict[str, dict[str, Any]]:
