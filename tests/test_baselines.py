@@ -148,6 +148,19 @@ def test_performer_is_its_formula(epsilon, causal):
             close(out[0, h, i], row @ v[0, h, : len(row)])
 
 
+@pytest.mark.parametrize("features, epsilon", [(5, 1e-3), (1, 0.0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_performer_with_relu_is_its_formula(features, epsilon, causal):
+    q, k, v = inputs(6)
+    module = make("performer", features=features, kernel="relu", epsilon=epsilon, causal=causal)
+    phi_q, phi_k = (F.relu(4**-0.25 * x @ module.projection.mT) + epsilon for x in (q, k))
+    weights = phi_q @ phi_k.mT
+    weights = weights.tril() if causal else weights
+    row = weights.sum(-1, keepdim=True)
+    assert bool((row == 0).any()) == (not epsilon), "without ε a query may have no weight at all"
+    close(module(q, k, v), torch.where(row > 0, weights / row, 0.0) @ v)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_does_not_round_the_epsilon_of_performer(causal):
     (q, k, v), mask = inputs(12), torch.arange(12)[None] < 9

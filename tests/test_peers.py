@@ -90,6 +90,15 @@ def test_performer_agrees_on_the_same_features(causal):
     close(ours(q, k, v), theirs, **ABOUT)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_performer_with_relu_agrees_on_the_same_features(causal):
+    peer = package("performer_pytorch", "performer_pytorch.performer_pytorch")
+    ours, (q, k, v) = mechanism("performer:kernel=relu,epsilon=1e-3", causal=causal), heads(48)
+    a, b = (peer.generalized_kernel(x, projection_matrix=ours.projection) for x in (q, k))
+    theirs = peer.causal_linear_attention_noncuda(a, b, v, eps=0) if causal else peer.linear_attention(a, b, v)
+    close(ours(q, k, v), theirs, **ABOUT)
+
+
 def test_a_later_key_changes_an_earlier_output_of_performer_pytorch_and_not_of_ours():
     peer = package("performer_pytorch")
     theirs = peer.FastAttention(8, causal=True)

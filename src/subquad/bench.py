@@ -27,7 +27,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -244,16 +244,33 @@ def growth(step: Callable[[], None], cuda: bool = False) -> int:
     return max(0, memory.peak() - before)
 
 
+def settled(make: Callable[[], Step]) -> Step:
+    """A step whose memory can be counted: its like has run before, so its kernels are loaded (compiling them takes
+    memory of its own), and its plans are made anew, as in a fresh process.
+    """
+    make()()
+    forget()
+    return make()
+
+
+def forget() -> None:
+    """Empty the caches of functions."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("subquad.") and module is not None:
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
 def _child() -> None:
-    """The fresh process: a small step first, to load what is loaded once; then the step that counts."""
+    """The fresh process: one step to load what is loaded once; then the step that counts."""
     request = json.loads(sys.stdin.read())
     for module in request["modules"]:
         __import__(module)
     torch.set_num_threads(request["threads"])
     spec, level, n, setting = request["spec"], request["level"], request["n"], Setting(**request["setting"])
-    small = replace(setting, batch=2 if setting.ragged else 1)
-    make_step(spec, level, min(n, 64), small, make_inputs(level, min(n, 64), small))()
-    print(growth(make_step(spec, level, n, setting, make_inputs(level, n, setting)), setting.device == "cuda"))
+    step = settled(lambda: make_step(spec, level, n, setting, make_inputs(level, n, setting)))
+    print(growth(step, setting.device == "cuda"))
 
 
 # ---- keeping results ---------------------------------------------------------------------------------------

@@ -6,20 +6,23 @@
 
     ω (r, d): Gaussian rows, orthogonal in blocks of d, each with the length of a Gaussian vector of its own
 
+    kernel=relu (generalised attention):  φ(x)_f = ReLU(ω_f·x') + ε     weights of their own, no estimate of softmax
+
 The r features are drawn when the module is made, from the option `draw`; `redraw(seed)` draws new ones. Nothing is ever
 redrawn silently. They are a buffer, saved with the model.
 
 Choices. Exponents are taken relative to a maximum. A query's own maximum cancels in the quotient. For the keys it is
 M_j, the largest exponent of all keys; causal, of the keys up to j, so that no key learns of a later one, and the sums
 carry e^(M_j - M_i). As in the paper's code ε is added to every feature, relative to that maximum; epsilon=0 is the
-formula itself. Maxima have no gradient. √r cancels.
+formula itself. Maxima have no gradient. √r cancels. With kernel=relu ε is added as it is (the paper's code has 10⁻³);
+a query whose features are all 0 outputs 0.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,14 +42,17 @@ class Performer(KernelAttention):
     capabilities = Capabilities(cross=True)
     paper = "Choromanski et al. 2021"
     cost = "n·r"
-    examples = ({}, {"features": 5, "orthogonal": False, "epsilon": 0.0})
+    examples = ({}, {"features": 5, "orthogonal": False, "epsilon": 0.0}, {"kernel": "relu", "epsilon": 1e-3})
 
     @dataclass(frozen=True, kw_only=True)
     class Options(BaseOptions):
         features: int | None = option(None, "random features r; None = ⌊d·ln d⌋", ge=1)
         orthogonal: bool = option(True, "features orthogonal in blocks of d, instead of independent")
         draw: int = option(0, "seed of the features", ge=0)
-        epsilon: float = option(1e-4, "added to every feature, relative to the largest", ge=0, lt=1)
+        epsilon: float = option(1e-4, "added to every feature, with softmax relative to the largest", ge=0, lt=1)
+        kernel: Literal["softmax", "relu"] = option(
+            "softmax", "what the features are of: softmax, or ReLU(ω·q)·ReLU(ω·k)"
+        )
 
     projection: Tensor
 
@@ -85,6 +91,9 @@ class Performer(KernelAttention):
     ) -> Features:
         """`before` (B, H, 1, 1): the largest exponent of the keys before these."""
         epsilon, real = self.options.epsilon, None if key_mask is None else key_mask[:, None, :, None]
+        if self.options.kernel == "relu":
+            a, b = (self._along(x).relu_() + epsilon for x in (q, k))  # (B, H, n, r), (B, H, m, r)
+            return Features(a, b if real is None else b.masked_fill(~real, 0))
         own = self._along(q)  # (B, H, n, r); |q'|²/2 goes with the maximum
         a = own.sub_(own.detach().amax(-1, keepdim=True)).exp_() + epsilon
         other, half = self._along(k), k.square().sum(-1) * (self.options.softmax_scale / 2)  # (B, H, m, r), (B, H, m)

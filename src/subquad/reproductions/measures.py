@@ -7,6 +7,7 @@ measured is not measured again. Functions take the reproduction and an `Ask`, an
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from subquad.core.child import command as child_command
 from subquad.core.files import write_atomically
+from subquad.core.memory import RETURNED
 from subquad.core.numbers import growth_exponent
 from subquad.reproductions.declare import Reproduction
 from subquad.training.log import read_json
@@ -51,7 +53,8 @@ class Ask:
 
 
 def _measured(request: str, spec: str, n: int) -> dict[str, Any]:
-    done = subprocess.run(child_command("subquad.reproductions.measures", request), capture_output=True, text=True)
+    words = child_command("subquad.reproductions.measures", request)
+    done = subprocess.run(words, env={**os.environ, **RETURNED}, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ValueError(f"{spec} at n = {n} could not be measured: {last}")
@@ -73,16 +76,15 @@ def answer(
     spec = "full" if written_out else spec
     setting, level = bench.Setting(heads=heads, head_dim=head_dim, causal=causal), bench.level_of(spec)
 
-    def step(length: int) -> bench.Step:
+    def step() -> bench.Step:
         if written_out:
-            return bench.Step(spec, level, WrittenOut(), *bench.make_inputs(level, length, setting))
-        made = bench.make_step(spec, level, length, setting, bench.make_inputs(level, length, setting))
+            return bench.Step(spec, level, WrittenOut(), *bench.make_inputs(level, n, setting))
+        made = bench.make_step(spec, level, n, setting, bench.make_inputs(level, n, setting))
         if density is not None and split_spec(spec)[0] == "sbm":
             set_density(made.module, density)  # type: ignore[arg-type]
         return made
 
-    step(min(n, 64))()  # loads what is loaded once
-    chosen = step(n)
+    chosen = bench.settled(step)
     grown = bench.growth(chosen)
     chosen.count()
     for _ in range(repeats):
