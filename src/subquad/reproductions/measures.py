@@ -7,7 +7,6 @@ measured is not measured again. Functions take the reproduction and an `Ask`, an
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from subquad.core.child import command as child_command
 from subquad.core.files import write_atomically
-from subquad.core.memory import RETURNED
 from subquad.core.numbers import growth_exponent
 from subquad.reproductions.declare import Reproduction
 from subquad.training.log import read_json
@@ -53,8 +51,7 @@ class Ask:
 
 
 def _measured(request: str, spec: str, n: int) -> dict[str, Any]:
-    words = child_command("subquad.reproductions.measures", request)
-    done = subprocess.run(words, env={**os.environ, **RETURNED}, capture_output=True, text=True)
+    done = subprocess.run(child_command("subquad.reproductions.measures", request), capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ValueError(f"{spec} at n = {n} could not be measured: {last}")
