@@ -219,6 +219,30 @@ def test_memory_is_what_the_step_needs():
     assert output <= peak_memory("longformer:window=8", "head", n, setting) < 6 * output
 
 
+@pytest.mark.parametrize("compiled", [0, 1, 2])
+def test_memory_is_counted_again_after_kernels_were_compiled(compiled, monkeypatch):
+    """Twice at most: where nothing can be cached, every process compiles."""
+    answers = [bench.COMPILED] * compiled + [0] * 2
+    monkeypatch.setattr(
+        bench.subprocess, "run", lambda words, **about: subprocess.CompletedProcess(words, answers.pop(0), "1", "")
+    )
+    assert peak_memory("full", "head", 8, SMALL) == 1 and len(answers) == (2 if compiled == 2 else 1)
+
+
+@pytest.mark.slow
+def test_a_process_says_that_it_has_compiled_kernels(monkeypatch, tmp_path):
+    codes, run = [], subprocess.run
+
+    def noted(*words, **about):
+        codes.append((done := run(*words, **about)).returncode)
+        return done
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(bench.subprocess, "run", noted)
+    peak_memory("longformer:window=8", "head", 256, SMALL)
+    assert codes == [bench.COMPILED, 0]
+
+
 def test_memory_that_cannot_be_measured_is_an_error():
     with pytest.raises(
         ValueError, match=r"memory of fixed:max_length=4 at n = 8 could not be measured: .*max_length=4"

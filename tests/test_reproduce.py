@@ -9,12 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import subquad
-from subquad import register, unregister
-from subquad.attention.registry import mechanism
 from subquad.cli import app
 from subquad.core.options import split_spec
 from subquad.reproductions import REPRODUCTIONS, drawings, find, measures, pages, runner, verdict
@@ -307,27 +304,6 @@ def test_what_is_counted(each, tmp_path, monkeypatch):
     once = len(asked)
     runner.reproduce(Plan(each, tmp_path))
     assert len(asked) == once, "what has been measured is not measured again"
-
-
-class Late(mechanism("full")):
-    """Full attention whose first long call keeps memory for good, as one that compiles another kernel for it does."""
-
-    kept: list[torch.Tensor] = []
-
-    def attend(self, q, k, v, call):
-        if q.shape[2] > 64 and not self.kept:
-            self.kept.append(torch.ones(64 << 20))  # 256 MiB
-        return super().attend(q, k, v, call)
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be counted anew here")
-def test_memory_leaves_out_what_kernels_of_long_sequences_need_to_compile():
-    register("late")(Late)
-    try:
-        assert measures.answer("late", 256)["bytes"] < 64 << 20 and Late.kept
-    finally:
-        Late.kept.clear()
-        unregister("late")
 
 
 def test_operations_of_sbm_are_counted():

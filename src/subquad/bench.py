@@ -27,7 +27,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from subquad.core.child import paths as child_paths
 from subquad.core.files import write_atomically
 from subquad.core.load import OtherLoad, quartiles, why_busy
 from subquad.core.options import split_spec
+from subquad.kernels.parallel import has_compiled
 
 __all__ = [
     "DTYPES",
@@ -54,6 +55,7 @@ __all__ = [
     "measure",
     "peak_memory",
 ]
+COMPILED = 75  # exit code of a process that has counted memory and has compiled kernels meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,17 +220,20 @@ def peak_memory(spec: str, level: str, n: int, setting: Setting) -> int:
     modules = [mechanism(split_spec(spec)[0]).__module__, LEVELS[level].step.__module__]  # they register themselves
     request["modules"] = modules
     paths = child_paths(working_folder=not modules[0].startswith("subquad."))
-    child = subprocess.run(
-        child_command("subquad.bench"),
-        input=json.dumps(request),
-        env={**os.environ, **memory.RETURNED, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    if child.returncode:
+    variables = {**os.environ, **memory.RETURNED, "PYTHONPATH": paths}
+    child = measured(child_command("subquad.bench"), input=json.dumps(request), env=variables)
+    if child.returncode not in (0, COMPILED):
         last = (child.stderr.strip().splitlines() or [f"the process ended with code {child.returncode}"])[-1]
         raise ValueError(f"memory of {spec} at n = {n} could not be measured: {last}")
     return int(child.stdout)
+
+
+def measured(words: list[str], **about: Any) -> subprocess.CompletedProcess:
+    """A process that counts memory. If it had to compile kernels, which takes memory of its own, it is asked once more:
+    then they are loaded.
+    """
+    done = subprocess.run(words, capture_output=True, text=True, **about)
+    return done if done.returncode != COMPILED else subprocess.run(words, capture_output=True, text=True, **about)
 
 
 def growth(step: Callable[[], None], cuda: bool = False) -> int:
@@ -244,33 +249,17 @@ def growth(step: Callable[[], None], cuda: bool = False) -> int:
     return max(0, memory.peak() - before)
 
 
-def settled(make: Callable[[], Step]) -> Step:
-    """A step whose memory can be counted: its like has run before, so its kernels are loaded (compiling them takes
-    memory of its own), and its plans are made anew, as in a fresh process.
-    """
-    make()()
-    forget()
-    return make()
-
-
-def forget() -> None:
-    """Empty the caches of functions."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("subquad.") and module is not None:
-            for value in list(vars(module).values()):
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
-
-
 def _child() -> None:
-    """The fresh process: one step to load what is loaded once; then the step that counts."""
+    """The fresh process: a small step first, to load what is loaded once; then the step that counts."""
     request = json.loads(sys.stdin.read())
     for module in request["modules"]:
         __import__(module)
     torch.set_num_threads(request["threads"])
     spec, level, n, setting = request["spec"], request["level"], request["n"], Setting(**request["setting"])
-    step = settled(lambda: make_step(spec, level, n, setting, make_inputs(level, n, setting)))
-    print(growth(step, setting.device == "cuda"))
+    small = replace(setting, batch=2 if setting.ragged else 1)
+    make_step(spec, level, min(n, 64), small, make_inputs(level, min(n, 64), small))()
+    print(growth(make_step(spec, level, n, setting, make_inputs(level, n, setting)), setting.device == "cuda"))
+    sys.exit(COMPILED if has_compiled() else 0)
 
 
 # ---- keeping results ---------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from subquad.advice.measuring import make, surroundings
 from subquad.advice.points import BASE, BATCHED, MIDDLE, VARIED, Points, Shape, Subject
-from subquad.bench import Step, growth, settled
+from subquad.bench import Step, growth
 from subquad.core.child import command as child_command
 from subquad.core.memory import RETURNED
 
@@ -132,7 +132,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         __import__(request["module"])
         subject, shape, backward = Subject.of(request["subject"]), Shape(*request["shape"]), request["backward"]
-        step = settled(lambda: make(subject, shape, backward=backward))
+        make(subject, shape, backward=backward)()
+        forget()
+        step = make(subject, shape, backward=backward)
         own = getattr(step.module, "attention", None)
         parameters = 0 if own is None else sum(x.nbytes for x in own.parameters())
         return {"peak": growth(step), "kept": kept(step) if backward else 0, "parameters": parameters}
@@ -155,6 +157,15 @@ def kept(step: Step) -> int:
         out = step.forward()
     del out
     return sum(found.values())
+
+
+def forget() -> None:
+    """Empty the caches of functions, so that a step makes its plans anew, as in a fresh process."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("subquad.") and module is not None:
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
 
 def serve(threads: int) -> None:

@@ -62,7 +62,14 @@ class Announcement(event.Listener):
         pass
 
 
-event.register("numba:compile", Announcement())
+_announcement = Announcement()
+event.register("numba:compile", _announcement)
+
+
+def has_compiled() -> bool:
+    """Whether this process has compiled a kernel, instead of loading it."""
+    return _announcement.said
+
 
 _one_at_a_time = threading.RLock()
 _state = {"layer": "", "forked": False}  # the threading layer is known once a kernel has run
