@@ -371,6 +371,16 @@ def test_the_verdict_goes_both_ways(new, old, larger, word):
     assert dict(pair) == ({} if word == "missing" else {word: 1})
 
 
+def test_the_verdict_says_how_many_claims_rest_on_one_seed():
+    single, several = (
+        verdict.judge(TABLE, made_up(*scores)) for scores in (([5], [4]), ([5, 5.2, 5.1], [4, 4.1, 4.2]))
+    )
+    assert verdict.verdict([*single, *single])[1].endswith(
+        "One seed: no spread is known, and a difference may be luck."
+    )
+    assert "One seed for 1 of them: no spread" in verdict.verdict([*single, *several])[1]
+
+
 def test_what_is_on_the_plateau_or_missing_decides_nothing():
     stuck = verdict.judge(TABLE, made_up([5, 5], [4, 4], left_plateau=[100, None]))
     assert stuck[0].status == "open" and "plateau" in stuck[0].detail and not verdict.pairs(TABLE, {})

@@ -150,5 +150,7 @@ def _sentences(word: str, count: Counter[str], decided: int, total: int, judgeme
         yield f"{count[OPEN]} {'is' if count[OPEN] == 1 else 'are'} undecided."
     if decided < total:
         yield f"{total - decided} {'has' if total - decided == 1 else 'have'} not been run."
-    if any("one seed" in each.detail for each in judgements):
-        yield "One seed: no spread is known, and a difference may be luck."
+    alone = sum("one seed" in each.detail for each in judgements)
+    if alone:
+        who = "One seed" if alone == decided else f"One seed for {alone} of them"
+        yield f"{who}: no spread is known, and a difference may be luck."
