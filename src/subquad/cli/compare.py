@@ -77,18 +77,10 @@ def compare(
 
     comparisons = [
         Comparison(
-            name,
-            specs,
-            where / name if task in SUITES else where,
-            recipe,
-            chosen,
-            seeds,
-            data,
-            rates=bracket,
-            jobs=jobs,
+            name, specs, where / name if task in SUITES else where, recipe, chosen, seeds, data, rates=bracket, jobs=jobs
         )
         for name in names
-    ]
+    ]  # fmt: skip
     for each in comparisons:
         check(each)
     for each in comparisons:
