@@ -75,12 +75,11 @@ def compare(
     quiet()
     from subquad.training.compare import Comparison, check, prepare
 
+    folders = {name: where / name if task in SUITES else where for name in names}
     comparisons = [
-        Comparison(
-            name, specs, where / name if task in SUITES else where, recipe, chosen, seeds, data, rates=bracket, jobs=jobs
-        )
-        for name in names
-    ]  # fmt: skip
+        Comparison(name, specs, own, recipe, chosen, seeds, data, rates=bracket, jobs=jobs)
+        for name, own in folders.items()
+    ]
     for each in comparisons:
         check(each)
     for each in comparisons:
