@@ -67,8 +67,8 @@ class Pathfinder(ArenaTask):
     head = "sequence"
     recipes = {
         "small": PathfinderRecipe(
-            length=256, size=16, contour=3, distractors=1, width=64, layers=2, heads=4, feedforward=128, steps=1200,
-            batch=64, rate=1e-3, warmup=100, evaluate=300, train_size=20_000, eval_size=1000,
+            length=256, size=16, contour=3, distractors=1, width=64, layers=2, heads=2, feedforward=128, initial=0.125,
+            steps=3000, batch=32, rate=1e-3, warmup=100, evaluate=500, train_size=96_000, eval_size=1000,
         ),
         "paper": PathfinderRecipe(
             source="file", length=1024, size=32, contour=14, width=64, layers=2, heads=2, feedforward=128, dropout=0.1,
