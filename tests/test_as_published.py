@@ -141,6 +141,8 @@ def test_the_test_set_of_translation(tmp_path):
     sizes = ("length=32", "subwords=320")
     assert len(task("translation", "paper", sizes, tmp_path).load().test) == 2, "newstest2015"
     assert len(task("translation", "paper", (*sizes, "test=newstest2014"), tmp_path).load().test) == 3
+    recipe = task("translation", "paper").recipe
+    assert (recipe.optimizer, recipe.layers, recipe.steps) == ("adafactor", 6, 240_000), "G.3: as in language modelling"
 
 
 def test_long_words():

@@ -518,3 +518,23 @@ def test_groups_are_made_only_where_they_pay():
     assert not call.length_groups(torch.full((8,), 1000), x), "nothing would be spared"
     assert not call.length_groups(lengths, x[:, :, :8]), "a small batch"
     assert not call.length_groups(None, x)
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_the_limits_of_slices_are_full_attention_and_something_more(n):
+    """Footnote 7: full attention over XW_v beside XW_v for L = 1; beside one vector for all tokens for L = N."""
+    x = tokens(n)
+
+    def projected(m, of):
+        return F.linear(of, m.in_proj_weight, m.in_proj_bias).chunk(3, -1)
+
+    def full(m, of):  # (B, n, D), two heads side by side
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in projected(m, of))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    m = layer(slice_length=1)
+    values = projected(m, x)[2]
+    torch.testing.assert_close(mixed(m, x), values + full(m, values))
+    m = layer(slice_length=n)
+    local = full(m, x)
+    torch.testing.assert_close(mixed(m, x), local + projected(m, local.mean(1, keepdim=True))[2])

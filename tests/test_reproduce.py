@@ -322,6 +322,44 @@ def test_figures_are_drawn(key, tmp_path):
     assert Path(result["picture"]).read_bytes()[:4] == b"\x89PNG"
 
 
+def test_pictures_of_trained_models_show_the_learning_rate_that_was_chosen(tmp_path):
+    plan = Plan(find("sbm-figure-5"), tmp_path)
+    comparisons = replace(plan, reproduction=find("sbm-table-1")).comparisons()
+    column, methods, comparison = next(iter(comparisons))
+    spec = next(each.spec for each in methods if each.name == "SBM-Transformer")
+    best = comparison.rates[-1]
+    for rate in comparison.rates:
+        folder = comparison.folder(spec, 0, rate)
+        folder.mkdir(parents=True)
+        result = {"valid": 0.4 + 0.1 * (rate == best), "larger_is_better": True}
+        (folder / "result.json").write_text(json.dumps(result))
+    assert drawings.trained_runs(plan) == {column.name: comparison.folder(spec, 0, best)}
+
+
+@pytest.mark.parametrize(("key", "n"), [("sparse-figure-1a", 128), ("sparse-figure-1b", 48), ("sparse-figure-4", 128)])
+def test_random_has_the_connections_of_strided_union(key, n):
+    """At the lengths of both scales; the paper's sequences have 256 tokens, those of BERT 128."""
+    each = find(key)
+    specs = {method.name: method for method in each.methods}
+    for scale, length in (("small", n), ("paper", 128 if key == "sparse-figure-4" else 256)):
+        recipe = make_task(each.columns[0].task, *each.columns[0].scale(scale)).recipe
+        assert recipe.length == length
+        for w in (4, 8, 16):
+            shares = []
+            for name in ("STRIDED UNION", "RANDOM"):
+                spec = specs[f"{name}, w={w}"].spec_at(scale)
+                a = subquad.attention(spec, num_heads=1, head_dim=4, causal=False)
+                shares.append(a.support(length).double().mean().item())
+            assert shares[0] == pytest.approx(shares[1], abs=0.02)
+
+
+def test_a_full_size_does_not_report_what_the_small_one_leaves_out(tmp_path):
+    each = find("sbm-table-4")
+    small, full = (summary(Plan(each, tmp_path, scale=scale), {})["differs"] for scale in ("small", "paper"))
+    assert "2 layers of 128" in small
+    assert "2 layers" not in full and "init=RUN" in full
+
+
 def test_arrows_join_the_groups_of_combiner_axial():
     """Token 10 stands at row 2, column 2 of a picture of 3 × 4: columns above it, or rows without its column."""
     specs = (f"combiner-axial:plan={name},cols=4" for name in ("vertical", "horizontal"))

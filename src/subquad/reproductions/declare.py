@@ -23,6 +23,10 @@ class Scale(NamedTuple):
 
 
 SMALL, PAPER = Scale("small"), Scale("paper")
+FROM_SCRATCH = (
+    "GLUE is trained from scratch: train `mlm` with the recipe of the paper first, and begin with its encoder by "
+    "`subquad train TASK --set init=RUN`"
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Reproduction:
               function draws the figure; same: the runs of another one; stated: there is nothing to run
     numbers   of the paper, by method, in the order of the columns; None where it has none
     spreads   their standard deviations, where the paper gives them
-    differs   how the scaled-down version differs from the paper
+    differs   how the scaled-down version differs from the paper; `differs_paper`: how the full size still does
     too_big   why there is no scaled-down version; `--recipe paper` still runs
     """
 
@@ -97,6 +101,7 @@ class Reproduction:
     function: str = ""  # "module:function" of what is measured or drawn
     same_as: str = ""
     differs: str = ""
+    differs_paper: str = ""
     too_big: str = ""
 
     def number(self, method: str, column: str) -> float | None:

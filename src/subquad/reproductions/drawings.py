@@ -106,7 +106,8 @@ def trained_runs(plan: Any) -> dict[str, Path]:
     found = {}
     for column, methods, comparison in replace(plan, reproduction=TABLE_1).comparisons():
         for method in methods:
-            runs = [comparison.folder(method.spec_at(plan.scale), 0, rate) for rate in (*comparison.rates, None)]
+            spec = method.spec_at(plan.scale)
+            runs = [comparison.folder(spec, 0, rate) for rate in (comparison.chosen(spec), None)]  # or without a choice
             finished = [run for run in runs if method.name == SBM and log.read_result(run) is not None]
             if finished:
                 found[column.name] = finished[0]

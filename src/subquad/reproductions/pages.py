@@ -80,7 +80,8 @@ def section(result: dict[str, Any]) -> str:
     """A result in full: our numbers (the paper's), the orders, the claims, the verdict."""
     columns, names = result["columns"], list(result["methods"])
     head = f"### {result['place']}: {result['title']}\n\n"
-    head += f"{made(result)}. Differs from the paper: {result['differs']}.\n\n"
+    differs = f" Differs from the paper: {result['differs']}." if result["differs"] else ""
+    head += f"{made(result)}.{differs}\n\n"
     lines = [f"| ours (the paper's) | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name in names:
         cells = [cell(result, name, column) for column in columns]

@@ -262,7 +262,7 @@ def summary(plan: Plan, cells: dict[str, dict[str, Any]], notes: Sequence[str] =
     return {
         "key": reproduction.key, "place": reproduction.place, "title": reproduction.title, "scale": plan.scale,
         "seeds": max(plan.seeds, plan.earlier.get("seeds", 1)), "rates": list(rates), "versions": versions(),
-        "differs": reproduction.differs,
+        "differs": reproduction.differs if plan.scale == "small" else reproduction.differs_paper,
         "columns": columns,
         "methods": {method.name: _described(method, plan.scale) for method in reproduction.methods},
         "ours": cells,

@@ -52,7 +52,7 @@ class Mlm(TokenizedTask):
     `base` is BERT-base: Sparse Transformers, G.4 (length 128, 450,000 steps); rate, batch, warm-up and dropout from
     Devlin et al. 2019, which G.4 and Composite Slice A.8.1 (900,000 steps) refer to. `c4` is Combiner, E.5: as its
     E.3 (12 layers of 768, pre-norm, 125,000 steps, batch 128, 10,000 warm-up steps, cosine), 2 segments, length 2048.
-    Rate, decay and dropout are not given there (2.5e-4, 0.01 and none here).
+    Rate, decay and dropout are not given there (3e-4 and none here, as in `lm-books --recipe wiki40b`).
     The papers' corpora (Wikipedia, BooksCorpus, RealNews, C4) are given by `path`.
 
     `small` has rotary positions, which learned soonest to look at context in short trials: after 300 steps a model with
@@ -82,7 +82,7 @@ class Mlm(TokenizedTask):
         ),
         "c4": MlmRecipe(
             length=2048, width=768, layers=12, heads=12, feedforward=3072, subwords=32_000, steps=125_000, batch=128,
-            rate=2.5e-4, warmup=10_000, evaluate=1000,
+            rate=3e-4, warmup=10_000, decay=0.0, evaluate=1000,
         ),
     }  # fmt: skip
 
