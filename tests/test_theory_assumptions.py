@@ -208,6 +208,7 @@ def test_other_mechanisms_are_read_through_their_support():
     assert slices.hops.steps == 1 and slices.assumption1 is True and slices.universal is None
     assert slices.support.view == "other" and any("does not cover it" in reason for reason in slices.reasons)
     assert sbm.hops.steps == 1 and sbm.universal is True and sbm.support.view == "sampled"
+    assert check("reformer", 16).universal is None, "its keys are normalised queries"
 
 
 def test_a_class_may_say_how_it_is_to_be_read():
