@@ -165,7 +165,7 @@ def test_what_is_wrong_in_official_folders_is_said_with_file_and_line(official):
         (folder.parent.parent / "pathfinder32").symlink_to(folder.parent)
         settings = ("source=file", "size=32", "contour=4", "length=1024", "train_size=None", "eval_size=None")
         tasks.task("pathfinder", "small", settings, folder.parents[2]).load()
-    with pytest.raises(ValueError, match="train_size must be at most 16, what the data has, not 20000"):
+    with pytest.raises(ValueError, match="train_size must be at most 16, what the data has, not 96000"):
         tasks.task("pathfinder", "small", ("source=file", "contour=4"), folder.parents[2]).load()
     with pytest.raises(FileNotFoundError, match=r"pathfinder16/curv_contour_length_9 or .* not found"):
         tasks.task("pathfinder", "small", ("source=file", "contour=9"), folder.parents[2]).load()
