@@ -12,6 +12,7 @@ from subquad.data.documents import article
 from subquad.models import HEADS, SubquadConfig
 from subquad.models.heads import SubquadForMaskedLM, SubquadForSequenceClassification
 from subquad.tasks import scores, task
+from subquad.training.run import check_specs
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 32}
 NAMES = ("entailment", "neutral", "contradiction")
@@ -43,6 +44,26 @@ def test_each_attention_has_the_positions_of_its_paper():
     assert config(positions="published", attention=["composite-slice", "full"]).positions == "learned"
     model = SubquadForMaskedLM(config(positions="published", attention="composite-slice:slice_length=4"))
     assert model.encoder.embeddings.places is None and model.attention_layers()[0].positions is not None
+
+
+def test_rotary_where_the_attention_takes_it():
+    """Recipes with rotary positions also train composite-slice, which works on tokens, with its published ones."""
+    positions = "rotary-or-published"
+    assert config(positions=positions).positions == "rotary"
+    assert config(positions=positions, attention="composite-slice").positions == "own"
+    assert config(positions=positions, attention="composite-slice:positions=none").positions == "learned"
+    assert config(positions=positions, attention=["composite-slice", "full"]).positions == "learned"
+    with pytest.raises(ValueError, match="needs heads of even width, not 5"):
+        config(positions=positions, head_dim=5)
+    assert config(positions=positions, head_dim=5, attention="composite-slice").positions == "own"
+
+
+@pytest.mark.parametrize("name", ["mlm", "image-density", "glue-sst2", "xnli"])
+def test_tasks_with_rotary_positions_compare_attentions_on_tokens(name):
+    for spec, positions in (("full", "rotary"), ("composite-slice:slice_length=4", "own")):
+        made = task(name)
+        check_specs(made, [spec])
+        assert config(positions=made.recipe.positions, attention=spec).positions == positions
 
 
 def test_classification_heads_of_two_layers():

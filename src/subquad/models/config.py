@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from subquad.attention.registry import attention, mechanism
 from subquad.core.options import split_spec
 
-POSITIONS = ("learned", "sinusoidal", "rotary", "own", "none", "published")
+POSITIONS = ("learned", "sinusoidal", "rotary", "own", "none", "published", "rotary-or-published")
 CHOICES = {"positions": POSITIONS, "norm": ("pre", "post"), "pooling": ("mean", "cls"),
            "mlp": ("every", "last"), "classifier": ("linear", "mlp")}  # fmt: skip
 
@@ -23,8 +23,9 @@ class SubquadConfig(PreTrainedConfig):
     `attention` is a spec such as "combiner-fixed:span=64", or a list of specs that the layers take in turn (a
     shorter list is repeated: ["full", "strided:w=32"] alternates dense and sparse). `positions`: learned or
     sinusoidal embeddings, rotary (turns q and k, for mechanisms on q, k, v), own (the mechanism's: MS-VIPE) or none;
-    published becomes what the mechanism's paper has, own or learned. `mlp`: a feed-forward layer in every block, or
-    only in the last one (Yun et al. 2020, section 5.1). `classifier`: the head of sequence classification is one
+    published becomes what the mechanism's paper has, own or learned; rotary-or-published becomes rotary, or published
+    where a mechanism works on tokens. `mlp`: a feed-forward layer in every block, or only in the last one (Yun et al.
+    2020, section 5.1). `classifier`: the head of sequence classification is one
     linear map, or two with a ReLU between them and `intermediate_size` units (Xiong et al. 2021; Lee et al. 2023).
     `cols` says that the sequence is a picture with rows of so many tokens; mechanisms on a grid take it from here.
     `num_key_value_heads` is the number of heads of keys and values (fewer than `num_attention_heads`: grouped-query
@@ -79,9 +80,7 @@ class SubquadConfig(PreTrainedConfig):
         super().__post_init__(**extra, **of_file)
         self._fill_in()
         self.check()
-        if self.positions == "published":
-            found = {_published_positions(spec) for spec in self.specs}
-            self.positions = found.pop() if len(found) == 1 else "learned"
+        self.positions = self._settled_positions()
 
     def _fill_in(self) -> None:
         """What is None follows from the other sizes; impossible ones are left for `check` to name."""
@@ -121,13 +120,24 @@ class SubquadConfig(PreTrainedConfig):
         for key, allowed in CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key} must be one of {', '.join(allowed)}, not {getattr(self, key)!r}")
-        if self.positions == "rotary" and self.head_dim % 2:
-            raise ValueError(f"positions=rotary needs heads of even width, not {self.head_dim}")
         given = self.attention
         if not isinstance(given, (str, list, tuple)) or not given or not all(isinstance(x, str) for x in self.specs):
             raise ValueError(f"attention must be a spec or a list of specs, not {self.attention!r}")
         for spec in set(self.specs):
             mechanism(split_spec(spec)[0])  # an unknown name is an error here, not in the first layer
+        if self._settled_positions() == "rotary" and self.head_dim % 2:
+            raise ValueError(f"positions=rotary needs heads of even width, not {self.head_dim}")
+
+    def _settled_positions(self) -> str:
+        """`positions`, where two of its values ask the mechanisms."""
+        if self.positions == "rotary-or-published":
+            levels = {mechanism(split_spec(spec)[0]).capabilities.level for spec in self.specs}
+            if "layer" not in levels:
+                return "rotary"
+        elif self.positions != "published":
+            return self.positions
+        found = {_published_positions(spec) for spec in self.specs}
+        return found.pop() if len(found) == 1 else "learned"
 
     @property
     def specs(self) -> list[str]:

@@ -46,8 +46,8 @@ class ImageDensity(Task):
     sources = {"cifar10": CIFAR10, "imagenet64": IMAGENET64}
     recipes = {
         "small": DensityRecipe(
-            length=3073, width=64, layers=2, heads=4, feedforward=128, positions="rotary", tied=False, steps=1000,
-            batch=4, rate=3e-3, warmup=50, evaluate=250, eval_size=16,
+            length=3073, width=64, layers=2, heads=4, feedforward=128, positions="rotary-or-published", tied=False,
+            steps=1000, batch=4, rate=3e-3, warmup=50, evaluate=250, eval_size=16,
         ),
         "paper": DensityRecipe(
             length=3073, width=512, layers=6, heads=8, feedforward=2048, tied=False, steps=400_000, batch=32, rate=1e-3,

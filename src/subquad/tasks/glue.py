@@ -68,7 +68,7 @@ def recipes(rows: int) -> dict[str, GlueRecipe]:
     epoch = -(-rows // 32)
     return {
         "small": GlueRecipe(
-            length=128, width=128, layers=2, heads=4, feedforward=512, positions="rotary", dropout=0.1,
+            length=128, width=128, layers=2, heads=4, feedforward=512, positions="rotary-or-published", dropout=0.1,
             steps=min(2000, 10 * epoch), batch=32, rate=1e-3, warmup=50, evaluate=min(250, epoch), subwords=8000,
         ),
         "paper": GlueRecipe(

@@ -56,7 +56,8 @@ class Mlm(TokenizedTask):
     The papers' corpora (Wikipedia, BooksCorpus, RealNews, C4) are given by `path`.
 
     `small` has rotary positions, which learned soonest to look at context in short trials: after 300 steps a model with
-    sinusoidal ones still guessed by frequency. Attentions that work on tokens (composite-slice) take positions=own.
+    sinusoidal ones still guessed by frequency. Attentions that work on tokens, such as composite-slice, have the
+    positions of their papers.
     """
 
     title = "masked language modelling on subwords (WikiText-2, any text)"
@@ -68,8 +69,8 @@ class Mlm(TokenizedTask):
     sources = {"": WIKITEXT}
     recipes = {
         "small": MlmRecipe(
-            length=64, width=128, layers=2, heads=4, feedforward=512, positions="rotary", subwords=1000, steps=1200,
-            batch=32, rate=2e-3, warmup=50, evaluate=200, eval_size=400,
+            length=64, width=128, layers=2, heads=4, feedforward=512, positions="rotary-or-published", subwords=1000,
+            steps=1200, batch=32, rate=2e-3, warmup=50, evaluate=200, eval_size=400,
         ),
         "paper": MlmRecipe(
             length=512, width=512, layers=4, heads=8, feedforward=2048, norm="post", dropout=0.1, attention_dropout=0.1,

@@ -20,8 +20,10 @@ class Recipe(Checked):
     heads: int = option(4, "number of heads", ge=1)
     head_dim: int | None = option(None, "width of a head; None = width / heads", ge=1)
     feedforward: int = option(512, "width of the feed-forward layers", ge=1)
-    positions: Literal["learned", "sinusoidal", "rotary", "own", "none", "published"] = option(
-        "published", "how positions are known; published: as in the paper of the attention, its own or learned"
+    positions: Literal["learned", "sinusoidal", "rotary", "own", "none", "published", "rotary-or-published"] = option(
+        "published",
+        "how positions are known; published: as in the paper of the attention, its own or learned; "
+        "rotary-or-published: rotary, or published with attentions that work on tokens",
     )
     norm: Literal["pre", "post"] = option("pre", "where blocks are normalised")
     pooling: Literal["mean", "cls"] = option("mean", "how a sequence becomes one vector")
