@@ -15,7 +15,7 @@ import subquad
 from subquad.cli import app
 from subquad.core.options import split_spec
 from subquad.reproductions import REPRODUCTIONS, drawings, find, measures, pages, runner, verdict
-from subquad.reproductions.declare import Claim, Column, Method, Reproduction, limited
+from subquad.reproductions.declare import Claim, Column, Method, Reproduction, Scale, limited
 from subquad.reproductions.runner import Plan, absent, summary
 from subquad.tasks import task as make_task
 from subquad.training import compare as comparing
@@ -172,7 +172,8 @@ def miniature(each: Reproduction, data: Path) -> Reproduction:
 
 def in_process(comparison, attention, seed, rate=None):
     """A run in this process: a fresh one takes seconds to start."""
-    made = make_task(comparison.task, comparison.recipe, comparison.settings, comparison.data, seed=seed)
+    settings = comparison.settings_of(attention, rate)
+    made = make_task(comparison.task, comparison.recipe, settings, comparison.data, seed=seed)
     folder = comparison.folder(attention, seed, rate)
     train(Run(made, [attention], folder, comparison.recipe, seed, ["x"]))
     return 0
@@ -342,7 +343,7 @@ def test_random_has_the_connections_of_strided_union(key, n):
     each = find(key)
     specs = {method.name: method for method in each.methods}
     for scale, length in (("small", n), ("paper", 128 if key == "sparse-figure-4" else 256)):
-        recipe = make_task(each.columns[0].task, *each.columns[0].scale(scale)).recipe
+        recipe = make_task(each.columns[0].task, *each.columns[0].scale(scale)[:2]).recipe
         assert recipe.length == length
         for w in (4, 8, 16):
             shares = []
@@ -357,7 +358,28 @@ def test_a_full_size_does_not_report_what_the_small_one_leaves_out(tmp_path):
     each = find("sbm-table-4")
     small, full = (summary(Plan(each, tmp_path, scale=scale), {})["differs"] for scale in ("small", "paper"))
     assert "2 layers of 128" in small
-    assert "2 layers" not in full and "init=RUN" in full
+    assert "2 layers" not in full and "scratch" not in full
+
+
+def test_glue_at_full_size_begins_with_the_encoder_that_its_attention_has_trained(tiny_data, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(comparing, "run_one", lambda *run: started.append((run[0].task, *run[1:])) or in_process(*run))
+    each = limited(find("sbm-table-4"), ["Full-attention", "SBM-Transformer"], ["SST-2"])
+    assert each.columns[0].paper == Scale("paper", begin=Scale("paper")), "small here, as they agree"
+    begin = Scale("paper", (*TINY, *SHAPES["mlm"], f"path={tiny_data / 'words.txt'}"))
+    column = replace(each.columns[0], paper=Scale("paper", (*TINY, *SHAPES["glue-sst2"]), begin))
+    methods = tuple(replace(method, full=method.spec) for method in each.methods)
+    plan = Plan(replace(each, columns=(column,), methods=methods), tmp_path, "paper", seeds=2, data=tiny_data)
+    result = runner.reproduce(plan)
+    full, sbm = (method.spec for method in methods)
+    assert started[:2] == [("mlm", full, 0, None), ("mlm", sbm, 0, None)], "one encoder for all seeds"
+    assert started[2:] == [("glue-sst2", spec, seed, None) for seed in (0, 1) for spec in (full, sbm)]
+    assert {name: row["SST-2"]["seeds"] for name, row in result["ours"].items()} == {x.name: [0, 1] for x in methods}
+    [(_, _, comparison)] = plan.comparisons()
+    for spec in (full, sbm):
+        begun = log.read_json(comparison.folder(spec, 1) / "run.json")["settings"]["init"]
+        assert Path(begun) == comparison.begin.folder(spec, 0) and spec.split(":")[0] in begun
+        assert (Path(begun) / "model" / "model.safetensors").exists()
 
 
 def test_arrows_join_the_groups_of_combiner_axial():

@@ -106,15 +106,17 @@ def reproduce(
 
 def _check_data(chosen: Reproduction, recipe: str, data: Path | None) -> None:
     """Refuse a table if the data of all its columns are missing; if only some are, the others are run."""
-    missing = []
+    missing: dict[str, list[str]] = {}  # columns by what is missing
     for column in chosen.columns if chosen.kind == "trained" else ():
-        name, settings = column.scale(recipe)
+        scale = column.scale(recipe)
         try:
-            check_data(column.task, data, settings, name)
+            if scale.begin is not None:
+                check_data("mlm", data, scale.begin.settings, scale.begin.recipe)
+            check_data(column.task, data, scale.settings, scale.recipe)
         except FileNotFoundError as error:
-            missing.append(f"{column.name}: {error}")
-    if missing and len(missing) == len(chosen.columns):
-        raise FileNotFoundError("; ".join(missing))
+            missing.setdefault(str(error), []).append(column.name)
+    if missing and sum(map(len, missing.values())) == len(chosen.columns):
+        raise FileNotFoundError("; ".join(f"{', '.join(names)}: {error}" for error, names in missing.items()))
 
 
 def _list() -> None:

@@ -30,6 +30,7 @@ WIKI40B = Source(
 WIKITEXT = Source(
     "wikitext-2", "wikitext-2-raw-v1.zip or wikitext-2-v1.zip", "the WikiText page of Salesforce Research (S. Merity)"
 )
+TEXTS = Source("texts", "a corpus as .txt files, each a document (Wikipedia and BooksCorpus, C4)", "its publisher")
 MARKS = ("_START_ARTICLE_", "_START_SECTION_", "_START_PARAGRAPH_")
 ROOT, TRAINING, HELDOUT = (
     "1-billion-word-language-modeling-benchmark-r13output",

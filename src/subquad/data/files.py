@@ -31,11 +31,12 @@ class Source:
     what: str  # «CIFAR-10, binary version: data_batch_1.bin … data_batch_5.bin, test_batch.bin»
     origin: str  # «the CIFAR-10 page of Alex Krizhevsky, University of Toronto»
 
-    def check_folder(self, data: Path | None) -> None:
-        """Refuse a data directory without the folder of this data set: nothing of it can be there."""
+    def in_folder(self, data: Path | None) -> Path:
+        """The folder of this data set; a data directory without it has nothing of it, and is refused."""
         folder = data_directory(data) / self.folder
         if not folder.is_dir():
             raise FileNotFoundError(f"the folder {folder} does not exist: {self._advice()}")
+        return folder
 
     def look(self, data: Path | None, *names: str) -> Path | None:
         """The first of the names that exists, plain or packed (.gz .xz .bz2); None if there is none."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from subquad.reproductions.declare import FROM_SCRATCH, Claim, Column, Method, Reproduction, Scale, lra
+from subquad.reproductions.declare import Claim, Column, Method, Reproduction, Scale, lra
 
 NO_NUMBERS = "the paper's numbers are not at hand (the text has none in its tables), only what it says of them"
 LRA = lra(recipe="cst")
@@ -78,15 +78,15 @@ TABLE_4 = Reproduction(
     differs=f"Penn Treebank for WikiText-103, 512 words for 1024, 2 layers of 128, 1,000 steps; {NO_NUMBERS}",
 )  # fmt: skip
 
+BERT = Scale("base", ("steps=900000",))
 GLUE = {"CoLA": "glue-cola", "SST-2": "glue-sst2", "MRPC": "glue-mrpc", "RTE": "glue-rte"}
 TABLE_5 = Reproduction(
     "composite-slice-table-5", "Lee et al. 2023, table 5", "masked language modelling, then GLUE",
     columns=(
-        Column("MLM perplexity", "mlm", Scale("small", ("positions=published",)), Scale("base", ("steps=900000",)),
-               larger_is_better=False),
+        Column("MLM perplexity", "mlm", Scale("small", ("positions=published",)), BERT, larger_is_better=False),
         *(
-            Column(name, task, Scale("small", ("positions=published",)), Scale("base", ("pooling=mean",)), factor=100,
-                   metric="accuracy")
+            Column(name, task, Scale("small", ("positions=published",)), Scale("base", ("pooling=mean",), begin=BERT),
+                   factor=100, metric="accuracy")
             for name, task in GLUE.items()
         ),
     ),
@@ -101,7 +101,6 @@ TABLE_5 = Reproduction(
     rates=("2e-3", "1e-3"),
     differs="WikiText-2, 64 tokens for 128, 2 layers of 128; GLUE is trained from scratch (train --set init=RUN begins "
     f"with an encoder of mlm); {NO_NUMBERS}",
-    differs_paper=FROM_SCRATCH,
 )  # fmt: skip
 
 BASE = "CST L=16, α=1"

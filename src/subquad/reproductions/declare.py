@@ -16,17 +16,16 @@ SCALES = ("small", "paper")
 
 
 class Scale(NamedTuple):
-    """A recipe of the task, and what is changed of it."""
+    """A recipe of the task, and what is changed of it. `begin`: every run begins with the encoder that its attention
+    has trained in the task `mlm` at that scale.
+    """
 
     recipe: str
     settings: tuple[str, ...] = ()
+    begin: Scale | None = None
 
 
 SMALL, PAPER = Scale("small"), Scale("paper")
-FROM_SCRATCH = (
-    "GLUE is trained from scratch: train `mlm` with the recipe of the paper first, and begin with its encoder by "
-    "`subquad train TASK --set init=RUN`"
-)
 
 
 @dataclass(frozen=True)

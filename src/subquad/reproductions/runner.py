@@ -19,7 +19,7 @@ from typing import Any
 from subquad.attention.registry import check_name
 from subquad.core.files import write_atomically
 from subquad.reproductions import REPRODUCTIONS, verdict
-from subquad.reproductions.declare import Column, Method, Reproduction, check_possible, limited
+from subquad.reproductions.declare import Column, Method, Reproduction, Scale, check_possible, limited
 from subquad.reproductions.earlier import check_earlier, file_name, joined, known, read_earlier, setting
 from subquad.reproductions.measures import Ask
 from subquad.training import log
@@ -56,17 +56,22 @@ class Plan:
             groups: dict[tuple[str, ...], list[Method]] = {}
             for method in known_methods(self.reproduction):
                 groups.setdefault(method.settings(self.scale), []).append(method)
+            scale = column.scale(self.scale)
             for own, methods in groups.items():
-                recipe, shared = column.scale(self.scale)
-                settings = (*shared, *own)
-                where = self.out / column.task / ",".join((recipe, *settings)).replace("/", "_")
                 specs = list(dict.fromkeys(method.spec_at(self.scale) for method in methods))
-                comparison = Comparison(
-                    column.task, specs, where, recipe, settings, self.seeds, self.data, rates=self.bracket, timed=False,
-                    jobs=self.jobs,
-                )  # fmt: skip
+                comparison = self._comparison(column.task, scale, specs, own)
+                if scale.begin is not None:
+                    comparison.begin = replace(self._comparison("mlm", scale.begin, specs), seeds=1)
                 comparison.known = known(self.earlier, column, methods, self.scale, comparison)
                 yield column, methods, comparison
+
+    def _comparison(self, task: str, scale: Scale, specs: list[str], own: tuple[str, ...] = ()) -> Comparison:
+        settings = (*scale.settings, *own)
+        where = self.out / task / ",".join((scale.recipe, *settings)).replace("/", "_")
+        return Comparison(
+            task, specs, where, scale.recipe, settings, self.seeds, self.data, rates=self.bracket, timed=False,
+            jobs=self.jobs,
+        )  # fmt: skip
 
     @property
     def table(self) -> Reproduction:
@@ -141,16 +146,21 @@ def drawn(plan: Plan) -> dict[str, Any]:
 def train(plan: Plan, tell: Tell) -> list[str]:
     """Every comparison in turn. A column without data is passed over; what was missing is returned in words."""
     notes: list[str] = []
-    possible = []
+    possible: list[Comparison] = []
     for column, _, comparison in plan.comparisons():
-        check_attentions(comparison)
+        known_already = {each.out for each in possible}
+        wanted = [each for each in (comparison.begin, comparison) if each and each.out not in known_already]
+        for each in wanted:
+            check_attentions(each)
         try:
-            check_data(comparison)
+            for each in wanted:
+                check_data(each)
         except (FileNotFoundError, ValueError) as error:  # not there, or not what it should be
             notes.append(f"{column.name}: {error}")
             continue
-        prepare(comparison, overwrite=False)
-        possible.append(comparison)
+        for each in wanted:
+            prepare(each, overwrite=False)
+        possible += wanted
     if not possible:
         raise FileNotFoundError("; ".join(dict.fromkeys(notes)) or f"{plan.reproduction.key} has nothing to train")
     for comparison in possible:
@@ -251,11 +261,12 @@ def summary(plan: Plan, cells: dict[str, dict[str, Any]], notes: Sequence[str] =
     columns = {}
     for column in reproduction.columns:
         names, larger = [method.name for method in reproduction.methods], reproduction.larger(column)
-        recipe, settings = column.scale(plan.scale)
+        scale = column.scale(plan.scale)
         ours = {name: cells.get(name, {}).get(column.name, {}).get("mean") for name in names}
         theirs = {name: reproduction.number(name, column.name) for name in names}
         columns[column.name] = {
-            "task": column.task, "recipe": recipe, "settings": list(settings), "larger_is_better": larger,
+            "task": column.task, "recipe": scale.recipe, "settings": list(scale.settings),
+            "larger_is_better": larger,
             "order": verdict.order(ours, larger=larger), "paper_order": verdict.order(theirs, larger=larger),
         }  # fmt: skip
     rates = dict.fromkeys((*plan.earlier.get("rates", ()), *plan.bracket))

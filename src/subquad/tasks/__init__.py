@@ -120,7 +120,7 @@ def check_data(name: str, data: Path | None, settings: Iterable[str] = (), recip
     if path is not None and not Path(path).exists():
         raise FileNotFoundError(f"path={path}: there is no such file")
     if source is not None and path is None:
-        source.check_folder(data)
+        source.in_folder(data)
 
 
 def _recipe(name: str, settings: Iterable[str], recipe: str) -> Any:

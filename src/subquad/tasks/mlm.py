@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from subquad.core.options import option
 from subquad.data import subwords
 from subquad.data.corpus import Corpus, tokenised
 from subquad.data.datasets import split_90_5_5
-from subquad.data.documents import WIKITEXT, read_path, read_wikitext
+from subquad.data.documents import TEXTS, WIKITEXT, read_path, read_wikitext
 from subquad.data.subwords import SPECIALS, cached_tokenizer, framed
 from subquad.tasks.base import IGNORED, Example, Splits
 from subquad.tasks.recipe import Recipe
@@ -40,7 +40,8 @@ MASKED = SPECIALS.index(subwords.MASK)
 
 @dataclass(frozen=True, kw_only=True)
 class MlmRecipe(Recipe):
-    path: str | None = option(None, "a text file or a folder of .txt files, each a document; None = WikiText-2")
+    source: Literal["wikitext-2", "texts"] = option("wikitext-2", "the corpus; texts: the .txt files in DATA/texts")
+    path: str | None = option(None, "a text file or a folder of .txt files, each a document, instead of source")
     subwords: int = option(4000, "tokens in the vocabulary", ge=256 + SPECIAL)
 
 
@@ -53,7 +54,8 @@ class Mlm(TokenizedTask):
     Devlin et al. 2019, which G.4 and Composite Slice A.8.1 (900,000 steps) refer to. `c4` is Combiner, E.5: as its
     E.3 (12 layers of 768, pre-norm, 125,000 steps, batch 128, 10,000 warm-up steps, cosine), 2 segments, length 2048.
     Rate, decay and dropout are not given there (3e-4 and none here, as in `lm-books --recipe wiki40b`).
-    The papers' corpora (Wikipedia, BooksCorpus, RealNews, C4) are given by `path`.
+    The papers' corpora (Wikipedia, BooksCorpus, RealNews, C4) are read from the folder `texts` of the data directory,
+    or from `path`.
 
     `small` has rotary positions, which learned soonest to look at context in short trials: after 300 steps a model with
     sinusoidal ones still guessed by frequency. Attentions that work on tokens, such as composite-slice, have the
@@ -66,38 +68,40 @@ class Mlm(TokenizedTask):
     metric = "perplexity"
     larger_is_better = False
     needs_data = True
-    sources = {"": WIKITEXT}
+    sources = {"wikitext-2": WIKITEXT, "texts": TEXTS}
     recipes = {
         "small": MlmRecipe(
             length=64, width=128, layers=2, heads=4, feedforward=512, positions="rotary-or-published", subwords=1000,
             steps=1200, batch=32, rate=2e-3, warmup=50, evaluate=200, eval_size=400,
         ),
         "paper": MlmRecipe(
-            length=512, width=512, layers=4, heads=8, feedforward=2048, norm="post", dropout=0.1, attention_dropout=0.1,
-            subwords=50265, steps=50_000, batch=256, rate=1e-4, warmup=5000, schedule="linear", evaluate=1000,
+            source="texts", length=512, width=512, layers=4, heads=8, feedforward=2048, norm="post", dropout=0.1,
+            attention_dropout=0.1, subwords=50265, steps=50_000, batch=256, rate=1e-4, warmup=5000,
+            schedule="linear", evaluate=1000,
         ),
         "base": MlmRecipe(
-            length=128, width=768, layers=12, heads=12, feedforward=3072, norm="post", dropout=0.1,
+            source="texts", length=128, width=768, layers=12, heads=12, feedforward=3072, norm="post", dropout=0.1,
             attention_dropout=0.1, subwords=30522, steps=450_000, batch=256, rate=1e-4, warmup=10_000,
             schedule="linear", evaluate=5000,
         ),
         "c4": MlmRecipe(
-            length=2048, width=768, layers=12, heads=12, feedforward=3072, subwords=32_000, steps=125_000, batch=128,
-            rate=3e-4, warmup=10_000, decay=0.0, evaluate=1000,
+            source="texts", length=2048, width=768, layers=12, heads=12, feedforward=3072, subwords=32_000,
+            steps=125_000, batch=128, rate=3e-4, warmup=10_000, decay=0.0, evaluate=1000,
         ),
     }  # fmt: skip
 
     def load(self) -> Splits:
         r = self.recipe
-        texts = read_wikitext(self.data) if r.path is None else [read_path(Path(r.path))]
+        path = self.path
+        texts = read_wikitext(self.data) if path is None else [read_path(path)]
         if not self.has_tokenizer:
             self.tokenizer = cached_tokenizer(sample(texts[0].documents()), r.subwords, lowercase=True)
         parts = [
             (corpus, windows(corpus, r.length - 3))
             for corpus in (tokenised(text.source, text.documents, self.tokenizer) for text in texts)
         ]
-        if r.path is not None:
-            parts = cut(*parts[0], r.path)
+        if path is not None:
+            parts = cut(*parts[0], str(path))
         for word, (_, places) in zip(("training", "validation", "test"), parts, strict=True):
             if not len(places):
                 raise ValueError(f"{self.name}: the {word} text is empty")
@@ -109,6 +113,13 @@ class Mlm(TokenizedTask):
         return Splits(
             Masked(*train, vocabulary, (self.seed, 0), copies), Masked(*valid, vocabulary, (self.seed, 1)), self.test
         )
+
+    @property
+    def path(self) -> Path | None:
+        """The texts; None if they are WikiText-2."""
+        if self.recipe.path is None and self.recipe.source == "texts":
+            return TEXTS.in_folder(self.data)
+        return None if self.recipe.path is None else Path(self.recipe.path)
 
     def vocabulary(self) -> dict[str, Any]:
         return {"vocab_size": self.tokenizer.get_vocab_size(), "type_vocab_size": 2, "pad_token_id": 0}

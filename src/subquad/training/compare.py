@@ -78,6 +78,7 @@ class Comparison:
     children: Children = field(default_factory=Children)  # the processes of the runs
     environment: dict[str, str] = field(default_factory=dict)  # of these processes, beside this one's
     known: Mapping[str, Known] = field(default_factory=dict)  # by attention: what is not run again
+    begin: Comparison | None = None  # every run begins with the encoder that this one has trained with its attention
 
     def described(self) -> dict[str, Any]:
         settings = make_task(self.task, self.recipe, self.settings).recipe.asdict()
@@ -86,6 +87,13 @@ class Comparison:
     def folder(self, attention: str, seed: int, rate: str | None = None) -> Path:
         own = self.out / slug(attention)
         return (own if rate is None else own / f"rate={rate}") / f"seed{seed}"
+
+    def settings_of(self, attention: str, rate: str | None = None) -> tuple[str, ...]:
+        """What a run changes of the recipe."""
+        changes = [*self.settings]
+        if self.begin is not None:
+            changes.append(f"init={self.begin.folder(attention, 0, self.begin.chosen(attention))}")
+        return (*changes, *([] if rate is None else [f"rate={rate}"]))
 
     def tried(self, attention: str) -> dict[str, dict[str, Any]]:
         """The results of the learning rates that have been tried, here or elsewhere."""
@@ -273,7 +281,7 @@ def run_one(comparison: Comparison, attention: str, seed: int, rate: str | None 
     arguments = ["train", comparison.task, "--attention", attention]
     arguments += ["--recipe", comparison.recipe, "--seed", str(seed), "--out", str(folder)]
     arguments += ["--resume"] if (folder / "run.json").exists() else []
-    for setting in (*comparison.settings, *([] if rate is None else [f"rate={rate}"])):
+    for setting in comparison.settings_of(attention, rate):
         arguments += ["--set", setting]
     if comparison.data is not None:
         arguments += ["--data", str(comparison.data)]
@@ -287,8 +295,8 @@ def run_one(comparison: Comparison, attention: str, seed: int, rate: str | None 
 def run_inside(comparison: Comparison, attention: str, seed: int, rate: str | None = None) -> int:
     """One training in this process; 1 if it failed, 130 if it was stopped."""
     folder = comparison.folder(attention, seed, rate)
-    settings = (*comparison.settings, *([] if rate is None else [f"rate={rate}"]))
     try:
+        settings = comparison.settings_of(attention, rate)
         task = make_task(comparison.task, comparison.recipe, settings, comparison.data, seed)
         run = Run(task, attention.split("|"), folder, comparison.recipe, seed, comparison.command)
         train(run, resume=(folder / "run.json").exists())
