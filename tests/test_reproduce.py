@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import subquad
 from subquad.cli import app
 from subquad.core.options import split_spec
-from subquad.reproductions import REPRODUCTIONS, drawings, find, measures, pages, runner, verdict
+from subquad.reproductions import REPRODUCTIONS, curves, drawings, find, measures, pages, runner, verdict
 from subquad.reproductions.declare import Claim, Column, Method, Reproduction, limited
 from subquad.reproductions.runner import Plan, absent, summary
 from subquad.tasks import task as make_task
@@ -502,3 +502,18 @@ def test_the_pages_are_those_of_the_results(tmp_path):
     made = (tmp_path / pages.PAGE).read_text()
     assert made == (DOCS / pages.PAGE).read_text(), "run subquad reproduce --pages docs"
     assert all(f"`subquad reproduce {each.key}`" in made for each in ALL if each.kind not in ("same", "stated"))
+
+
+# ---- pictures of curves ----------------------------------------------------------------------------------------------
+
+
+def test_costs_and_steps_are_drawn():
+    results = pages.read_results(DOCS / pages.RESULTS)
+    time, memory = curves.cost_over_length(results["combiner-figure-3"]).axes
+    row = results["combiner-figure-3"]["ours"]["Performer"]
+    for axis, kind in ((time, "time"), (memory, "memory")):
+        line = next(line for line in axis.lines if line.get_label() == "Performer")
+        assert np.allclose(line.get_xydata(), [(n, row[f"{kind}, {n}"]["mean"]) for n in (2**k for k in range(10, 15))])
+    (axis,) = curves.score_over_steps(results["sbm-figure-4"]).axes
+    curve = results["sbm-figure-4"]["ours"]["Reformer"]["accuracy"]["curve"]
+    assert np.allclose(next(line for line in axis.lines if line.get_label() == "Reformer").get_xydata(), curve)
