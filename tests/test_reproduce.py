@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import subquad
 from subquad.cli import app
 from subquad.core.options import split_spec
-from subquad.reproductions import REPRODUCTIONS, drawings, find, measures, pages, runner, verdict
+from subquad.reproductions import REPRODUCTIONS, curves, drawings, find, measures, pages, runner, sparse, verdict
 from subquad.reproductions.declare import Claim, Column, Method, Reproduction, Scale, limited
 from subquad.reproductions.runner import Plan, absent, summary
 from subquad.tasks import task as make_task
@@ -337,21 +337,22 @@ def test_pictures_of_trained_models_show_the_learning_rate_that_was_chosen(tmp_p
     assert drawings.trained_runs(plan) == {column.name: comparison.folder(spec, 0, best)}
 
 
-@pytest.mark.parametrize(("key", "n"), [("sparse-figure-1a", 128), ("sparse-figure-1b", 48), ("sparse-figure-4", 128)])
-def test_random_has_the_connections_of_strided_union(key, n):
-    """At the lengths of both scales; the paper's sequences have 256 tokens, those of BERT 128."""
+SPARSE = [each.key for each in sparse.FIGURES]
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+@pytest.mark.parametrize("key", SPARSE)
+def test_patterns_are_compared_at_equal_sparsity(key, scale):
+    """As models of the task connect pairs, over their layers and heads: within 3 points of the level."""
     each = find(key)
-    specs = {method.name: method for method in each.methods}
-    for scale, length in (("small", n), ("paper", 128 if key == "sparse-figure-4" else 256)):
-        recipe = make_task(each.columns[0].task, *each.columns[0].scale(scale)[:2]).recipe
-        assert recipe.length == length
-        for w in (4, 8, 16):
-            shares = []
-            for name in ("STRIDED UNION", "RANDOM"):
-                spec = specs[f"{name}, w={w}"].spec_at(scale)
-                a = subquad.attention(spec, num_heads=1, head_dim=4, causal=False)
-                shares.append(a.support(length).double().mean().item())
-            assert shares[0] == pytest.approx(shares[1], abs=0.02)
+    levels = {int(method.name.split()[-3]) for method in each.methods[1:]}
+    assert len(levels) == 3 and len(each.methods) == 1 + 3 * 8
+    for column in each.columns:
+        made = make_task(column.task, *column.scale(scale)[:2])
+        made = type(made)(replace(made.recipe, layers=2, heads=2))  # layers and heads take turns with two sets
+        for method in each.methods[1:]:
+            spec, level = method.spec_at(scale), int(method.name.split()[-3])
+            assert 100 * curves.sparsity(spec, made) == pytest.approx(level, abs=3), (method.name, spec)
 
 
 def test_a_full_size_does_not_report_what_the_small_one_leaves_out(tmp_path):
@@ -524,3 +525,73 @@ def test_the_pages_are_those_of_the_results(tmp_path):
     made = (tmp_path / pages.PAGE).read_text()
     assert made == (DOCS / pages.PAGE).read_text(), "run subquad reproduce --pages docs"
     assert all(f"`subquad reproduce {each.key}`" in made for each in ALL if each.kind not in ("same", "stated"))
+
+
+# ---- pictures of curves ----------------------------------------------------------------------------------------------
+
+
+def made_up_figure(key: str, scores: dict[str, list[float]], tmp_path: Path, scale: str = "small") -> dict:
+    """A result whose cells have these scores, the same ones in all columns."""
+    names = [column.name for column in find(key).columns]
+    cells = {name: dict.fromkeys(names, made_up(found, [0.0])["new"]["score"]) for name, found in scores.items()}
+    return summary(Plan(find(key), tmp_path, scale, rates=()), cells)
+
+
+def test_scores_are_drawn_over_the_sparsity(tmp_path):
+    """Each pattern is a curve at the sparsity of its specs, the dense score a line, the spread of seeds a bar."""
+    key = "sparse-figure-4"
+    methods = {method.name: method.spec for method in find(key).methods}
+    union = [name for name in methods if name.startswith("STRIDED UNION, ")]
+    random = [name for name in methods if name.startswith("RANDOM, ")]
+    scores = {"dense": [80.0, 82.0], **{name: [70.0 + k, 72.0 + k] for k, name in enumerate(union)}, random[1]: [60.0]}
+    result = made_up_figure(key, scores, tmp_path)
+    figure = curves.score_over_sparsity(result)
+    assert [axis.get_title() for axis in figure.axes] == ["CoLA", "MRPC"]
+    for axis in figure.axes:
+        drawn = {container.get_label(): container for container in axis.containers}
+        assert set(drawn) == {"STRIDED UNION", "RANDOM"}
+        line, _, (bars,) = drawn["STRIDED UNION"]
+        away = [100 * (1 - subquad.attention(methods[name], num_heads=1, head_dim=4, causal=False)
+                       .support(128).double().mean().item()) for name in union]  # fmt: skip
+        assert np.allclose(line.get_xydata(), [(x, 71.0 + k) for k, x in enumerate(away)])
+        ends = [segment[:, 1] for segment in bars.get_segments()]
+        assert np.allclose(ends, [(71 + k - 2**0.5, 71 + k + 2**0.5) for k in range(3)])
+        point, _, none = drawn["RANDOM"]
+        assert not none and np.allclose(point.get_xydata(), [(75, 60)], atol=0.5)
+        dense = next(line for line in axis.lines if line.get_label() == "dense")
+        assert set(dense.get_ydata()) == {81.0}
+        assert axis.get_ylabel() == "accuracy, %"
+
+
+def test_the_sparsity_of_an_encoder_decoder_is_that_of_both_sides():
+    made = make_task("translation", "small")
+    n = made.recipe.length
+    found = [subquad.attention("star:w=6", num_heads=1, head_dim=4, causal=causal).connections(n)
+             for causal in (False, True)]  # fmt: skip
+    shares = found[0] / n**2, found[1] / (n * (n + 1) / 2)
+    assert curves.sparsity("star:w=6", made) == pytest.approx(1 - sum(shares) / 2)
+    assert abs(shares[0] - shares[1]) > 0.01, "one side alone would be another number"
+
+
+def test_costs_and_steps_are_drawn():
+    results = pages.read_results(DOCS / pages.RESULTS)
+    time, memory = curves.cost_over_length(results["combiner-figure-3"]).axes
+    row = results["combiner-figure-3"]["ours"]["Performer"]
+    for axis, kind in ((time, "time"), (memory, "memory")):
+        line = next(line for line in axis.lines if line.get_label() == "Performer")
+        assert np.allclose(line.get_xydata(), [(n, row[f"{kind}, {n}"]["mean"]) for n in (2**k for k in range(10, 15))])
+    (axis,) = curves.score_over_steps(results["sbm-figure-4"]).axes
+    curve = results["sbm-figure-4"]["ours"]["Reformer"]["accuracy"]["curve"]
+    assert np.allclose(next(line for line in axis.lines if line.get_label() == "Reformer").get_xydata(), curve)
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_pages_show_the_pictures_of_curves(scale, tmp_path):
+    """Each scale has a picture of its own."""
+    result = made_up_figure("sparse-figure-1a", {"dense": [20.0], "STAR, 82 % sparse": [21.0]}, tmp_path, scale)
+    (tmp_path / pages.PAGE).write_text(f"{pages.BEGIN}\n{pages.END}\n")
+    runner.write_result(tmp_path / pages.RESULTS, result)
+    page, drawn = pages.write_pages(tmp_path)
+    assert drawn == tmp_path / "images" / f"sparse-figure-1a{'-paper' * (scale == 'paper')}.png"
+    assert drawn.read_bytes()[:4] == b"\x89PNG"
+    assert f"![language modelling over the level of sparsity](images/{drawn.name})" in page.read_text()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad.reproductions import PAPERS, REPRODUCTIONS
+from subquad.reproductions.curves import draw_curves, has_curves, picture
 from subquad.reproductions.declare import Reproduction
 
 BEGIN, END = "<!-- made by: subquad reproduce --pages docs -->", "<!-- end -->"
@@ -77,11 +78,13 @@ def standing(each: Reproduction, results: dict[str, dict[str, Any]]) -> str:
 
 
 def section(result: dict[str, Any]) -> str:
-    """A result in full: our numbers (the paper's), the orders, the claims, the verdict."""
+    """A result in full: its picture if it is curves, our numbers (the paper's), the orders, the claims, the verdict."""
     columns, names = result["columns"], list(result["methods"])
     head = f"### {result['place']}: {result['title']}\n\n"
     differs = f" Differs from the paper: {result['differs']}." if result["differs"] else ""
     head += f"{made(result)}.{differs}\n\n"
+    if has_curves(result):
+        head += f"![{result['title']}](images/{picture(result)})\n\n"
     lines = [f"| ours (the paper's) | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for name in names:
         cells = [cell(result, name, column) for column in columns]
@@ -165,36 +168,3 @@ def _grouped(values: dict[tuple[str, str], str]) -> str:
         places.setdefault(value, []).append(f"{name} ({column})")
     first, *others = sorted(places, key=lambda value: -len(places[value]))
     return " · ".join([first, *(f"{value} for {'; '.join(places[value])}" for value in others)])
-
-
-# ---- figures ---------------------------------------------------------------------------------------------------
-
-
-def has_curves(result: dict[str, Any]) -> bool:
-    """Curves over the length or over the steps."""
-    return result["key"] in ("combiner-figure-3", "sbm-figure-4")
-
-
-def draw_curves(result: dict[str, Any], docs: Path) -> Path:
-    """Combiner's figure 3 (cost over the length) and SBM's figure 4 (score over the steps)."""
-    from matplotlib.figure import Figure
-
-    path = docs / "images" / f"{result['key']}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    over_length = result["key"] == "combiner-figure-3"
-    figure = Figure(figsize=(11, 4) if over_length else (7, 4), layout="constrained")
-    kinds = ("time", "memory") if over_length else ("accuracy",)
-    for axis, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-        for name, row in result["ours"].items():
-            if over_length:
-                points = [(int(key.split(", ")[1]), x["mean"]) for key, x in row.items() if key.startswith(kind)]
-            else:
-                points = row[kind]["curve"]
-            axis.plot(*zip(*points, strict=True), marker=".", label=name)
-        title = {"time": "seconds of a forward pass", "memory": "MiB", "accuracy": "validation accuracy, %"}[kind]
-        axis.set(title=title, xlabel="length" if over_length else "step")
-        if over_length:
-            axis.set(xscale="log", yscale="log")
-    figure.axes[0].legend(fontsize=7)
-    figure.savefig(path, dpi=120)
-    return path
