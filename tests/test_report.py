@@ -367,6 +367,15 @@ def test_circles_are_as_large_as_the_memory(memory, radii):
     assert re.findall(r'r="([\d.]+)"', charts.scatter_chart(dots, x="x", y="y")) == radii
 
 
+def test_a_large_circle_does_not_take_the_place_of_its_own_name():
+    dots = [charts.Dot(name, 0, x, y, None, 9.0) for name, x, y in (("alone", 1.0, 0.5), ("other", 0.2, 0.9))]
+    drawn = charts.scatter_chart(dots, x="x", y="y")
+    for name in ("alone", "other"):
+        circle = re.search(rf'<title>{name}.*?cx="([\d.]+)".*? r="([\d.]+)"', drawn)
+        label = re.search(rf'class="label" x="([\d.]+)"[^>]*>{name}<', drawn)
+        assert circle and label and abs(float(label[1]) - float(circle[1])) > float(circle[2]) == 14
+
+
 # ---- trained weights ---------------------------------------------------------------------------------------
 
 

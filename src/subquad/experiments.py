@@ -177,7 +177,10 @@ def compare(
         settings: of the recipe, such as steps=300; `subquad tasks TASK` shows them all.
     """
     if task in SUITES:
-        raise ValueError(f"{task} is a group of tasks: compare them one by one, {', '.join(SUITES[task])}")
+        raise ValueError(
+            f"{task} is a group of tasks: compare them one by one, {', '.join(SUITES[task])}, or all of them with the "
+            f"command subquad compare {task}, which also writes a report of their average"
+        )
     counts = {"seeds": (seeds, "the number of runs of each attention"), "jobs": (jobs, "the number of runs at a time")}
     for name, (count, what) in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:

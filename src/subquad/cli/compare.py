@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from subquad.attention.registry import check_name
@@ -52,7 +50,8 @@ def compare(
         bool, typer.Option("--overwrite", help="Delete the comparison in the folder and start again.")
     ] = False,
 ) -> None:
-    """Train each attention under the same budget, print a table, and write report.html and comparison.json.
+    """Train each attention under the same budget, print a table, and write report.html and comparison.json; of lra,
+    for each task, and report.html and suite.json of all of them.
 
     Run the same command again to resume it, or with more attentions or seeds to add them.
     """
@@ -82,13 +81,36 @@ def compare(
     ]
     for each in comparisons:
         check(each)
+    if task in SUITES:
+        check_suite(where, overwrite=overwrite)
     for each in comparisons:
         prepare(each, overwrite=overwrite)
-    results = [_finish(each) for each in comparisons]
-    if task in SUITES:
-        show_table(out(), suite_table(results))
+    results = _finish_suite(task, where, comparisons) if task in SUITES else [_finish(each) for each in comparisons]
     if any(row["error"] for result in results for row in result["rows"]):
         raise typer.Exit(1)
+
+
+def check_suite(folder: Path, *, overwrite: bool) -> None:
+    """The report of a suite must not take the place of the report of a comparison in the same folder."""
+    from subquad.reports.suite import clear
+
+    if (folder / "comparison.json").exists():
+        raise ValueError(f"{folder} already contains the comparison of a task: choose another --out")
+    if overwrite:
+        clear(folder)
+
+
+def _finish_suite(name: str, folder: Path, comparisons: list[Any]) -> list[dict[str, Any]]:
+    """Task by task; what they have in common is shown and reported, also when stopped on the way."""
+    from subquad.reports.suite import write_suite
+    from subquad.training.log import read_json
+
+    try:
+        return [_finish(each) for each in comparisons]
+    finally:
+        standing = [read_json(each.out / "comparison.json") for each in comparisons]
+        show_suite(write_suite(folder, name, standing))
+        out().print(Text.assemble("report: ", (str(folder / "report.html"), "bold")), soft_wrap=True)
 
 
 def _finish(comparison: Any) -> dict[str, Any]:
@@ -129,14 +151,14 @@ def show(result: dict[str, Any]) -> None:
     console.print(Text(findings.caution(result)), soft_wrap=True)
 
 
-def suite_table(results: list[dict[str, Any]]) -> Table:
-    """The papers' table: one column per task, in per cent, and the average."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("attention", *(result["task"] for result in results), "average"):
-        table.add_column(title, justify="left" if title == "attention" else "right")
-    for rows in zip(*(result["rows"] for result in results), strict=True):
-        means = [row["mean"] for row in rows]
-        cells = ["–" if mean is None else f"{100 * mean:.2f}" for mean in means]
-        average = "–" if None in means else f"{100 * statistics.mean(means):.2f}"
-        table.add_row(rows[0]["attention"], *cells, average)
-    return table
+def show_suite(suite: dict[str, Any]) -> None:
+    """The papers' table, and below it what qualifies its numbers."""
+    from subquad.reports.scores import suite_table
+    from subquad.reports.suite import caution, find, headline
+
+    console = out()
+    about = f", recipe {suite['recipe']}, {len(suite['tasks'])} tasks, accuracy in per cent"
+    console.print(Text.assemble((suite["suite"], "bold"), about), soft_wrap=True)
+    show_table(console, suite_table(suite))
+    console.print(Text(headline(find(suite)).striptags()), soft_wrap=True)
+    console.print(Text(caution(suite)), soft_wrap=True)

@@ -19,6 +19,7 @@ BAR, TEXT = 26, 14  # height of a bar without its name, and of a line of text
 NAME, LABEL = 62, 26  # letters that fit in a line above a bar, and beside a dot
 PLACES = ((10, 4, "start"), (-10, 4, "end"), (0, -11, "middle"), (0, 20, "middle"), (8, 18, "start"), (8, -9, "start"),
           (-8, 18, "end"), (-8, -9, "end"))  # of a name beside its dot, the best first  # fmt: skip
+DOT = 5.5  # radius of a dot that stands for no size
 WIDE_RANGE = 50  # largest / smallest from which an axis is logarithmic
 
 Point = tuple[float, float]
@@ -211,7 +212,7 @@ def scatter_chart(
     for dot, (px, py), r in zip(dots, places, radii, strict=True):
         drawn = [element("title", f"{dot.name}: {x} {dot.x:.2f}, {y} {dot.y:.4g}")]
         drawn += [_upright(px, up(dot.y - dot.spread), up(dot.y + dot.spread), "spread")] if dot.spread else []
-        drawn += [element("circle", cx=px, cy=py, r=r), _label(dot.name, px, py, taken, up.start)]
+        drawn += [element("circle", cx=px, cy=py, r=r), _label(dot.name, (px, py, r), taken, up.start)]
         parts.append(element("g", *drawn, class_=f"dot k{dot.colour}"))
     return _svg(f"{y} against {x}", parts, height)
 
@@ -220,15 +221,16 @@ def _radii(sizes: Sequence[float | None]) -> list[float]:
     """Circles whose areas are as the sizes, the largest of 14 pixels; where one is not known, all are alike."""
     known = [size for size in sizes if size]
     if len(known) < len(sizes):
-        return [5.5] * len(sizes)
+        return [DOT] * len(sizes)
     return [max(3.0, 14 * math.sqrt(size / max(known))) for size in known]
 
 
-def _label(name: str, x: float, y: float, taken: list[Box], ground: float) -> Markup:
+def _label(name: str, circle: tuple[float, float, float], taken: list[Box], ground: float) -> Markup:
     """The name beside its point, where it covers nothing; without such a place none (the legend and hovering tell)."""
+    x, y, radius = circle
     lines = folded(name, LABEL)
     long = 8.0 * max(map(len, lines))  # as wide as it may get in a narrow window
-    for dx, dy, anchor in PLACES:
+    for dx, dy, anchor in _places(radius):
         left = x + dx - {"start": 0, "end": long, "middle": long / 2}[anchor]
         rise = TEXT * (len(lines) - 1) if dy < 0 else 0  # a name above its point grows upwards
         box = (left, y + dy - 11 - rise, left + long, y + dy + 3 - rise + TEXT * (len(lines) - 1))
@@ -237,6 +239,15 @@ def _label(name: str, x: float, y: float, taken: list[Box], ground: float) -> Ma
             taken.append(box)
             return _lines(x + dx, y + dy - rise, lines, anchor)
     return Markup("")
+
+
+def _places(radius: float) -> list[tuple[float, float, str]]:
+    """PLACES, further off where the circle is larger than a dot."""
+    more = max(0.0, radius - DOT)
+    return [
+        (dx + math.copysign(more, dx) * (dx != 0), dy + math.copysign(more, dy) * (dx == 0), anchor)
+        for dx, dy, anchor in PLACES
+    ]
 
 
 def _lines(x: float, y: float, lines: Sequence[str], anchor: str) -> Markup:

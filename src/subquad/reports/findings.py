@@ -246,7 +246,11 @@ def caution(comparison: dict[str, Any]) -> str:
     done = finished(rows)
     if not done:
         return ""
-    said = [_unfinished(rows), _seeds(comparison, done), _on_plateau(comparison, [row for row in done if stuck(row)])]
+    said = [
+        _unfinished(rows),
+        over_seeds(comparison, done),
+        _on_plateau(comparison, [row for row in done if stuck(row)]),
+    ]
     if busy and len(done) > 1:
         said.append(f"The times are not reliable: {busy}. To measure them again, {again()} on a quiet machine.")
     return " ".join(filter(None, said))
@@ -258,10 +262,10 @@ def _unfinished(rows: Sequence[Row]) -> str:
     failed = [row["attention"] for row in rows if row not in done and (row["error"] or row["scores"])]
     waiting = [row["attention"] for row in rows if row not in done and not (row["error"] or row["scores"])]
     texts = {"failed": failed, "not finished": waiting}
-    return " ".join(f"{listed(who)} {_has(who)} {what}." for what, who in texts.items() if who)
+    return " ".join(f"{listed(who)} {has(who)} {what}." for what, who in texts.items() if who)
 
 
-def _seeds(comparison: dict[str, Any], done: Sequence[Row]) -> str:
+def over_seeds(comparison: dict[str, Any], done: Sequence[Row]) -> str:
     """Over how many seeds the numbers are; more are advised where one was asked for and leaves something open."""
     counts, asked = sorted({len(row["scores"]) for row in done}), comparison.get("seeds", 1)
     if counts != [1]:
@@ -282,7 +286,7 @@ def _on_plateau(comparison: dict[str, Any], waiting: Sequence[Row]) -> str:
     than = "guessing" if what == "guessing" else "a model that sees only the previous token"
     who = [row["attention"] for row in waiting]
     are = "is" if len(who) == 1 else "are"
-    text = f"{listed(who)} {are} still on the plateau, no better than {than}, and {_has(who)} no rank"
+    text = f"{listed(who)} {are} still on the plateau, no better than {than}, and {has(who)} no rank"
     return f"{text}: train for more steps."
 
 
@@ -291,5 +295,5 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _has(words: Sequence[str]) -> str:
+def has(words: Sequence[str]) -> str:
     return "has" if len(words) == 1 else "have"

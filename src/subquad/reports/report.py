@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,17 @@ def render(comparison: dict[str, Any], *, title: str) -> str:
         "busy": busy,
         "side_by_side": comparison.get("timing") is not None,
     }
+    return fill(TEMPLATE, page)
+
+
+def fill(template: str, page: dict[str, Any]) -> str:
+    """A page from its template, which lies beside this module with those that it takes pieces from."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(lambda name: files(__package__).joinpath(name).read_text(encoding="utf-8")),
+    )  # fmt: skip
     environment.filters["breakable"] = charts.breakable
-    return environment.from_string(files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")).render(page)
+    return environment.get_template(template).render(page)
 
 
 def facts(comparison: dict[str, Any], rows: Sequence[Row]) -> list[str]:
@@ -128,6 +135,7 @@ class Cell:
 class Column:
     title: str
     cells: list[Cell]
+    link: str = ""
 
 
 def scored(row: Row) -> str:
@@ -149,9 +157,7 @@ def columns(rows: Sequence[Row], metric: str, found: findings.Findings | None, *
         column(rows, "parameters", "parameters", lambda row: f"{row['parameters']:,}"),
         column(rows, "connections", "connections", lambda row: f"{row['connections']:,.0f}"),
     ]
-    winners = [found.best, *found.level] if found is not None and found.has_winner else []
-    for row, cell in zip(rows, made[0].cells, strict=True):
-        cell.best = len(winners) < len(rows) and any(row is each for each in winners)
+    mark_winners(rows, made[0], found)
     slowest = max((cell.value for cell in made[1].cells if cell.value), default=1.0)
     for row, score, time, total in zip(rows, *(each.cells for each in made[:3]), strict=True):
         if len(row["scores"]) > 1:
@@ -165,6 +171,14 @@ def columns(rows: Sequence[Row], metric: str, found: findings.Findings | None, *
         if time.value:
             time.bar = 100 * time.value / slowest
     return made
+
+
+def mark_winners(rows: Sequence[Row], scores: Column, found: findings.Findings | None) -> None:
+    """All that are level with the best, if there is a winner and not everybody is."""
+    winners = [found.best, *found.level] if found is not None and found.has_winner else []
+    names = [row["attention"] for row in winners]
+    for row, cell in zip(rows, scores.cells, strict=True):
+        cell.best = len(names) < len(rows) and row["attention"] in names
 
 
 def column(
@@ -199,27 +213,21 @@ def milliseconds(seconds: float) -> str:
 
 def costs(rows: Sequence[Row], metric: str, *, busy: bool = False) -> list[dict[str, Any]]:
     """The trade between metric and time; time and memory as bars. Only what is known is drawn."""
-    timed = [row for row in rows if row.get("relative_time")]
     doubt = "; not to be trusted, see above" if busy else ""
-    dots = [
-        charts.Dot(row["attention"], row["colour"], row["relative_time"], row["mean"], row["sd"], row.get("memory"))
-        for row in findings.finished(timed)
-    ]
-    times = [
-        charts.Bar(row["attention"], row["colour"], row["relative_time"], findings.relative(row, trusted=not busy))
-        for row in timed
-    ]
+    times = time_bars(rows, busy=busy)
     memory = [
         charts.Bar(row["attention"], row["colour"], row["memory"], mebibytes(row["memory"]))
         for row in rows
         if row.get("memory") is not None
     ]
-    base = findings.reference(rows)["attention"] if rows else ""
-    tall = min(max(2 * (charts.BAR + charts.TEXT) * len(times) + 110, charts.HEIGHT), 560)  # beside two bar charts
+    base, dots = findings.reference(rows)["attention"] if rows else "", circles(rows)
     area = "; the area of a circle is the peak memory" if dots and all(dot.size for dot in dots) else ""
-    trade = charts.scatter_chart(dots, x="time per step", y=metric, marked=1.0, height=tall) if dots else ""
     return [
-        {"title": f"{metric} against time", "note": f"time per step of {base} = 1{area}{doubt}", "chart": trade},
+        {
+            "title": f"{metric} against time",
+            "note": f"time per step of {base} = 1{area}{doubt}",
+            "chart": trade(dots, metric, height=beside(times)),
+        },
         {
             "title": "Time per step",
             "note": f"{base} = 1{doubt}",
@@ -231,6 +239,32 @@ def costs(rows: Sequence[Row], metric: str, *, busy: bool = False) -> list[dict[
             "chart": charts.bar_chart(memory, label="peak memory") if memory else "",
         },
     ]
+
+
+def circles(rows: Sequence[Row], named: Callable[[Row], str] = itemgetter("attention")) -> list[charts.Dot]:
+    """Score over time, as large as the memory, of the attentions that have both."""
+    return [
+        charts.Dot(named(row), row["colour"], row["relative_time"], row["mean"], row["sd"], row.get("memory"))
+        for row in findings.finished(rows)
+        if row.get("relative_time")
+    ]
+
+
+def trade(dots: Sequence[charts.Dot], metric: str, *, height: float = charts.HEIGHT) -> str:
+    return charts.scatter_chart(dots, x="time per step", y=metric, marked=1.0, height=height) if dots else ""
+
+
+def time_bars(rows: Sequence[Row], *, busy: bool) -> list[charts.Bar]:
+    return [
+        charts.Bar(row["attention"], row["colour"], row["relative_time"], findings.relative(row, trusted=not busy))
+        for row in rows
+        if row.get("relative_time")
+    ]
+
+
+def beside(bars: Sequence[charts.Bar]) -> float:
+    """The height of a chart beside two charts of such bars."""
+    return min(max(2 * (charts.BAR + charts.TEXT) * len(bars) + 110, charts.HEIGHT), 560)
 
 
 def densities(rows: Sequence[Row], histories: Sequence[curves.Histories]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The table of a comparison, as a terminal shows it."""
+"""The tables of a comparison and of a suite, as a terminal shows them."""
 
 from __future__ import annotations
 
@@ -33,6 +33,26 @@ def table(rows: list[dict[str, Any]], guessing: dict[str, float] | None = None, 
     if guessing is not None:
         result.add_row("guessing", f"{guessing['score']:.3f}", *[""] * (len(titles) - 2), style="dim")
     return result
+
+
+def suite_table(suite: dict[str, Any]) -> Table:
+    """The papers' table: one column per task, in per cent, and the average; * is a run on the plateau."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("attention", *(each["task"] for each in suite["tasks"]), "average"):
+        left = title == "attention"
+        table.add_column(title, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+    for row in suite["rows"]:
+        cells = [percent(each["mean"], each["sd"]) + "*" * findings.stuck(each) for each in row["tasks"].values()]
+        table.add_row(row["attention"], *cells, percent(row["average"], row["sd"]))
+    chances = [*(each["guessing"] for each in suite["tasks"]), suite["guessing"]]
+    if any(chances):
+        table.add_row("guessing", *(percent(each and each["score"]) for each in chances), style="dim")
+    return table
+
+
+def percent(mean: float | None, sd: float | None = None) -> str:
+    """62.31 ± 0.42; – where it is not known."""
+    return "–" if mean is None else f"{100 * mean:.2f}" + ("" if sd is None else f" ± {100 * sd:.2f}")
 
 
 def score(row: dict[str, Any]) -> str:

@@ -140,6 +140,10 @@ def prepare(comparison: Comparison, *, overwrite: bool) -> None:
     check_out(comparison.out)
     if process := holder(comparison.out):
         raise refusal(comparison.out, process)
+    if (comparison.out / "suite.json").exists():
+        raise ValueError(
+            f"{comparison.out} already contains a comparison of several tasks: choose another {argument('out')}"
+        )
     if overwrite and not path.exists() and (runs := _runs(comparison.out)):
         raise ValueError(
             f"{comparison.out} contains runs ({runs[0].relative_to(comparison.out)}) but no comparison.json: they are "
