@@ -42,7 +42,7 @@ def reproduce(
         str | None,
         typer.Option(
             help="Learning rates, comma-separated; the best on validation is used for each method. none: only that of "
-            "the recipe. Default: those of the table, if it is scaled down.",
+            "the recipe. Default: those of the table; at full size few tables have any.",
             show_default=False,
         ),
     ] = None,
@@ -107,13 +107,13 @@ def reproduce(
 def _check_data(chosen: Reproduction, recipe: str, data: Path | None) -> None:
     """Refuse a table if the data of all its columns are missing; if only some are, the others are run."""
     missing = []
-    for column in chosen.columns if chosen.kind == "trained" else ():
+    for column in chosen.run_columns if chosen.kind == "trained" else ():
         name, settings = column.scale(recipe)
         try:
             check_data(column.task, data, settings, name)
         except FileNotFoundError as error:
             missing.append(f"{column.name}: {error}")
-    if missing and len(missing) == len(chosen.columns):
+    if missing and len(missing) == len(chosen.run_columns):
         raise FileNotFoundError("; ".join(missing))
 
 
