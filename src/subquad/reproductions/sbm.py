@@ -6,6 +6,7 @@ from subquad.reproductions.declare import AVERAGE, FROM_SCRATCH, PAPER, Claim, C
 
 SBM, FULL = "SBM-Transformer", "Full-attention"
 MEASURES, DRAWN = "subquad.reproductions.measures:", "subquad.reproductions.drawings:"
+TRAINED = "subquad.reproductions.sbm_trained:"
 LRA_DIFFERS = (
     "the small recipes of the tasks: shorter sequences, fewer steps; 32 clusters for 128, 64 features, dimensions and "
     "landmarks for 256; Retrieval is a stand-in of ACL papers, Pathfinder is drawn at 16 × 16; the published code of "
@@ -190,6 +191,7 @@ FIGURE_4 = Reproduction(
 )  # fmt: skip
 
 STATED = "a diagram of the architecture: there are no numbers in it"
+FROM_RUNS = "drawn from the runs of sbm-table-2, or without the density loss from those of sbm-table-1"
 ALL = (
     TABLE_1, TABLE_2, TABLE_3, TABLE_4, TABLE_5, TABLE_6,
     Reproduction(
@@ -213,7 +215,8 @@ ALL = (
     FIGURE_4,
     Reproduction(
         "sbm-figure-5", "Cho et al. 2022, figure 5", "density of each layer on the tasks of the Arena", kind="drawn",
-        function=DRAWN + "sbm_densities", differs="drawn from the runs of sbm-table-1",
+        function=TRAINED + "draw_layers",
+        differs="drawn from the runs of sbm-table-1 and sbm-table-2: 32 test examples",
     ),
     Reproduction(
         "sbm-figure-6", "Cho et al. 2022, figure 6", "the three patterns of Lemma 2", kind="drawn",
@@ -221,10 +224,10 @@ ALL = (
     ),
     Reproduction(
         "sbm-figure-7", "Cho et al. 2022, figure 7", "attention of each head on pictures of Pathfinder", kind="drawn",
-        function=DRAWN + "sbm_attended_pathfinder", differs="drawn from the runs of sbm-table-1",
+        function=TRAINED + "draw_pathfinder", differs=FROM_RUNS,
     ),
     Reproduction(
         "sbm-figure-8", "Cho et al. 2022, figure 8", "attention of each head on pictures of CIFAR-10", kind="drawn",
-        function=DRAWN + "sbm_attended_image", differs="drawn from the runs of sbm-table-1",
+        function=TRAINED + "draw_image", differs=FROM_RUNS,
     ),
 )  # fmt: skip
