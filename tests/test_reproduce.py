@@ -15,11 +15,13 @@ import subquad
 from subquad.cli import app
 from subquad.core.options import split_spec
 from subquad.reproductions import REPRODUCTIONS, curves, drawings, find, measures, pages, runner, sparse, verdict
-from subquad.reproductions.declare import Claim, Column, Method, Reproduction, Scale, limited
+from subquad.reproductions.averages import add_averages
+from subquad.reproductions.declare import AVERAGE, Claim, Column, Method, Reproduction, Scale, limited
 from subquad.reproductions.runner import Plan, absent, summary
 from subquad.tasks import task as make_task
 from subquad.training import compare as comparing
 from subquad.training import log
+from subquad.training.rates import multiples
 from subquad.training.run import Run, check_specs, train
 from training_runs import one_thread
 
@@ -317,24 +319,10 @@ def test_operations_of_sbm_are_counted():
     assert full["flops"] == 4 * n * n * d
 
 
-@pytest.mark.parametrize("key", [x.key for x in ALL if x.kind == "drawn" and "sbm-table-1" not in x.differs])
+@pytest.mark.parametrize("key", [x.key for x in ALL if x.kind == "drawn" and "sbm-table" not in x.differs])
 def test_figures_are_drawn(key, tmp_path):
     result = runner.reproduce(Plan(find(key), tmp_path))
     assert Path(result["picture"]).read_bytes()[:4] == b"\x89PNG"
-
-
-def test_pictures_of_trained_models_show_the_learning_rate_that_was_chosen(tmp_path):
-    plan = Plan(find("sbm-figure-5"), tmp_path)
-    comparisons = replace(plan, reproduction=find("sbm-table-1")).comparisons()
-    column, methods, comparison = next(iter(comparisons))
-    spec = next(each.spec for each in methods if each.name == "SBM-Transformer")
-    best = comparison.rates[-1]
-    for rate in comparison.rates:
-        folder = comparison.folder(spec, 0, rate)
-        folder.mkdir(parents=True)
-        result = {"valid": 0.4 + 0.1 * (rate == best), "larger_is_better": True}
-        (folder / "result.json").write_text(json.dumps(result))
-    assert drawings.trained_runs(plan) == {column.name: comparison.folder(spec, 0, best)}
 
 
 SPARSE = [each.key for each in sparse.FIGURES]
@@ -464,6 +452,112 @@ def test_claims_in_words():
     assert words(Claim("new", "old"), True) == "new better than old"
     assert words(Claim("new", 99), True) == "new above 99" and words(Claim(99, "new"), True) == "new below 99"
     assert words(Claim("new", 1.1), False) == "new below 1.1" and words(Claim(1.1, "new"), False) == "new above 1.1"
+
+
+# ---- averages, and the rates of the full size ------------------------------------------------------------------------
+
+ARENA = Reproduction(
+    "an-arena", "nobody, table 2", "made up", columns=(Column("a"), Column("b"), Column("mean", mean_of=("a", "b"))),
+    methods=(Method("new", "full"), Method("old", "full")),
+    claims=(Claim("new", "old", ("mean",)), Claim("new", "old")), differs="everything",
+)  # fmt: skip
+
+
+def seeds(*scores: float, first: int = 0) -> dict:
+    numbers = range(first, first + len(scores))
+    return {"mean": float(np.mean(scores)), "sd": None, "scores": list(scores), "seeds": list(numbers),
+            "left_plateau": []}  # fmt: skip
+
+
+def averaged(**row: dict) -> dict | None:
+    cells = {"new": dict(row)}
+    add_averages(ARENA, cells)
+    return cells["new"].get("mean")
+
+
+def test_an_average_is_the_mean_of_its_cells():
+    found = averaged(a=seeds(1.0, 2.0, 6.0), b=seeds(13.0, 12.0))
+    assert found["mean"] == pytest.approx((3 + 12.5) / 2)
+    assert found["seeds"] == [0, 1] and found["scores"] == [7.0, 7.0] and found["sd"] == 0, "seed by seed"
+    assert averaged(a=seeds(1.0, 2.0), b=seeds(4.0, 9.0, first=1))["sd"] is None, "one seed in common"
+    assert averaged(a=seeds(1.0, 2.0)) is None, "a cell is missing"
+    assert averaged(a=seeds(1.0), b=seeds(4.0, first=1)) is None, "no seed in common"
+    stuck = {**seeds(1.0), "left_plateau": [None]}
+    assert averaged(a=stuck, b=seeds(4.0))["left_plateau"] == [None]
+
+
+def test_claims_about_an_average():
+    """Those of all columns are not about it."""
+    cells = {"new": {"a": seeds(1.0, 1.5), "b": seeds(9.0, 9.5)}, "old": {"a": seeds(2.0, 2.6), "b": seeds(7.0, 7.5)}}
+    add_averages(ARENA, cells)
+    found = [(each.column, each.status) for each in verdict.judge(ARENA, cells)]
+    assert found == [("mean", "agrees"), ("a", "contradicts"), ("b", "agrees")]
+    del cells["old"]["b"], cells["old"]["mean"]
+    add_averages(ARENA, cells)
+    assert verdict.judge(ARENA, cells)[0].status == "missing" and "mean" not in cells["old"]
+
+
+@pytest.mark.parametrize("each", [each for each in ALL if AVERAGE in each.columns], ids=lambda each: each.key)
+def test_the_paper_averages_as_we_do(each):
+    cells = {name: {x.name: measures.counted(y) for x, y in zip(each.columns, row, strict=True)}
+             for name, row in each.numbers.items()}  # fmt: skip
+    for name, row in cells.items():
+        ours = np.mean([row[column]["mean"] for column in AVERAGE.mean_of])
+        assert each.number(name, "Average") == pytest.approx(ours, abs=0.0101), name  # the papers round
+
+
+def test_an_average_goes_with_its_columns():
+    whole, five = find("sbm-table-2"), AVERAGE.mean_of
+    names = lambda *columns: [each.name for each in limited(whole, (), columns).columns]  # noqa: E731
+    assert names("Average") == names(*five) == [*five, "Average"] and names("Text") == ["Text"]
+    assert limited(whole, (), ("Average",)).number("λ = 0", "Average") == 59.93
+    assert limited(whole, (), ("Average",)).spread("λ = 1e-2", "Average") == 0.42
+
+
+def test_an_earlier_result_without_averages_gains_them(tmp_path):
+    """It has four of the columns; the fifth is run now, alone."""
+    result = json.loads((DOCS / pages.RESULTS / "sbm-table-1.json").read_text())
+    row = result["ours"]["SBM-Transformer"]
+    assert list(row) == ["ListOps", "Text", "Retrieval", "Image", "Pathfinder"]
+    earlier = {**result, "ours": {"SBM-Transformer": row}}
+    part = limited(find("sbm-table-1"), ("SBM-Transformer",), ("Pathfinder",))
+    plan = Plan(part, tmp_path, rates=tuple(result["rates"]), earlier=earlier)
+    assert [each.name for each in plan.table.columns] == [*row, "Average"]
+    grown = runner.so_far(plan)
+    cell = grown["ours"]["SBM-Transformer"]["Average"]
+    assert cell["mean"] == pytest.approx(np.mean([each["mean"] for each in row.values()])) and cell["seeds"] == [0]
+    assert "Average" in grown["columns"] and len(grown["paper"]["SBM-Transformer"]) == len(grown["columns"])
+    assert pages.cell(grown, "SBM-Transformer", "Average").endswith(" (59.93)")
+    assert "(Average)" not in pages.rates_in_words(grown), "nothing was tried for it"
+    again = runner.so_far(replace(plan, earlier=grown))
+    assert again["ours"] == grown["ours"] and [each for each in again["claims"] if each["column"] == "Average"]
+    del earlier["ours"]["SBM-Transformer"]["Text"]
+    assert "Average" not in runner.so_far(replace(plan, earlier=earlier))["ours"]["SBM-Transformer"]
+
+
+def test_the_full_size_tries_the_bracket_of_the_paper(tmp_path):
+    """[l/2, l, 2l] of the recipe of each column."""
+    whole = find("composite-slice-table-1")
+    for key in ("composite-slice-table-1", "composite-slice-table-7", "composite-slice-table-8"):
+        plan = Plan(find(key), tmp_path, "paper")
+        found = {column.name: comparison.rates for column, _, comparison in plan.comparisons()}
+        assert found["Image"] == ("2.5e-4", "5e-4", "1e-3") and found["Retrieval"] == ("5e-5", "1e-4", "2e-4")
+        assert set(plan.brackets) == {rate for rates in found.values() for rate in rates}
+        for name, rates in found.items():
+            column = next(each for each in whole.columns if each.name == name)
+            assert float(rates[1]) == make_task(column.task, "cst").recipe.rate
+    assert Plan(whole, tmp_path).brackets == whole.rates
+    for asked in ((), ("3e-3",)):
+        plan = Plan(whole, tmp_path, "paper", rates=asked)
+        assert plan.brackets == asked and {comparison.rates for _, _, comparison in plan.comparisons()} == {asked}
+    assert Plan(find("sbm-table-1"), tmp_path, "paper").brackets == ()
+    assert summary(Plan(whole, tmp_path, "paper"), {})["rates"] == list(Plan(whole, tmp_path, "paper").brackets)
+    with pytest.raises(ValueError, match=r"with the learning rates 1e-3, not with that of the recipe"):
+        runner.reproduce(Plan(whole, tmp_path, "paper", rates=(), earlier={"key": whole.key, "rates": ["1e-3"]}))
+
+
+def test_rates_are_written_as_one_would():
+    assert multiples(3e-5, (0.5, 1, 2)) == ("1.5e-5", "3e-5", "6e-5") and multiples(1 / 3, (1,)) == ("3.33333e-1",)
 
 
 # ---- the command and the pages ---------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def reproduce(
         str | None,
         typer.Option(
             help="Learning rates, comma-separated; the best on validation is used for each method. none: only that of "
-            "the recipe. Default: those of the table, if it is scaled down.",
+            "the recipe. Default: those of the table; at full size few tables have any.",
             show_default=False,
         ),
     ] = None,
@@ -107,7 +107,7 @@ def reproduce(
 def _check_data(chosen: Reproduction, recipe: str, data: Path | None) -> None:
     """Refuse a table if the data of all its columns are missing; if only some are, the others are run."""
     missing: dict[str, list[str]] = {}  # columns by what is missing
-    for column in chosen.columns if chosen.kind == "trained" else ():
+    for column in chosen.run_columns if chosen.kind == "trained" else ():
         scale = column.scale(recipe)
         try:
             if scale.begin is not None:
@@ -115,7 +115,7 @@ def _check_data(chosen: Reproduction, recipe: str, data: Path | None) -> None:
             check_data(column.task, data, scale.settings, scale.recipe)
         except FileNotFoundError as error:
             missing.setdefault(str(error), []).append(column.name)
-    if missing and sum(map(len, missing.values())) == len(chosen.columns):
+    if missing and sum(map(len, missing.values())) == len(chosen.run_columns):
         raise FileNotFoundError("; ".join(f"{', '.join(names)}: {error}" for error, names in missing.items()))
 
 

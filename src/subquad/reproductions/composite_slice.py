@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from subquad.reproductions.declare import Claim, Column, Method, Reproduction, Scale, lra
+from subquad.reproductions.declare import AVERAGE, Claim, Column, Method, Reproduction, Scale, lra
 
 NO_NUMBERS = "the paper's numbers are not at hand (the text has none in its tables), only what it says of them"
-LRA = lra(recipe="cst")
+LRA = (*lra(recipe="cst"), AVERAGE)
 RATES = ("2e-3", "1e-3", "5e-4")
+FACTORS = (0.5, 1, 2)  # A.6.1: each model is evaluated with a learning rate of [l/2, l, 2l]
 SLICES = "composite-slice:slice_length={},extension={}"
 
 
@@ -37,8 +38,9 @@ TABLE_1 = Reproduction(
     claims=(
         Claim("CST L=8, α=1", "Transformer", ("Text", "Retrieval", "Image")),
         Claim("Transformer", "CST L=8, α=1", ("ListOps",)),
+        *(Claim("CST L=8, α=1", each.name, ("Average",)) for each in (*OTHERS, cst(16))),  # 5.1
     ),
-    rates=RATES, differs=LRA_DIFFERS,
+    rates=RATES, rate_factors=FACTORS, differs=LRA_DIFFERS,
 )  # fmt: skip
 
 WORDS = f"Penn Treebank for WikiText-103, 2 layers of 128, 1,000 steps; {NO_NUMBERS}"
@@ -118,8 +120,9 @@ TABLE_7 = Reproduction(
         Claim(BASE, "parallel"), Claim(BASE, "global-local"),
         Claim(BASE, "learned positions", ("Text", "Retrieval", "Image", "Pathfinder")),
         Claim("learned positions", BASE, ("ListOps",)),
+        *(Claim("CST L=8, α=1", f"CST L={x}, α=1", ("Average",)) for x in (4, 16, 32, 64)),  # 5.1
     ),
-    rates=RATES, differs=LRA_DIFFERS,
+    rates=RATES, rate_factors=FACTORS, differs=LRA_DIFFERS,
 )  # fmt: skip
 TABLE_8 = Reproduction(
     "composite-slice-table-8", "Lee et al. 2023, table 8", "ablations: local mixing and pooling of a slice",
@@ -135,8 +138,12 @@ TABLE_8 = Reproduction(
         Claim("attention, mean", "MLP, 16 hidden"), Claim("attention, mean", "MLP, 32 hidden"),
         Claim("attention, mean", "max pooling", ("Image", "Pathfinder")),
         Claim("attention, mean", "linear pooling", ("Image", "Pathfinder")),
+        *(  # 5.1
+            Claim("attention, mean", other, ("Average",))
+            for other in ("MLP, 16 hidden", "MLP, 32 hidden", "max pooling", "linear pooling")
+        ),
     ),
-    rates=RATES, differs=LRA_DIFFERS,
+    rates=RATES, rate_factors=FACTORS, differs=LRA_DIFFERS,
 )  # fmt: skip
 TABLE_9 = Reproduction(
     "composite-slice-table-9", "Lee et al. 2023, table 9", "books of PG-19 at the same cost of attention",

@@ -30,7 +30,9 @@ SMALL, PAPER = Scale("small"), Scale("paper")
 
 @dataclass(frozen=True)
 class Column:
-    """What the numbers of a column are measured by. A column of something counted has no task."""
+    """What the numbers of a column are measured by. A column of something counted has no task, nor has one that is
+    computed from others.
+    """
 
     name: str
     task: str = ""
@@ -39,6 +41,7 @@ class Column:
     metric: str | None = None  # None = that of the task
     factor: float = 1.0  # from our unit to the paper's: 100 for per cent
     larger_is_better: bool | None = None  # None = as in the other columns
+    mean_of: tuple[str, ...] = ()  # nothing is run: the mean of these columns, where all of them are there
 
     def scale(self, name: str) -> Scale:
         return self.small if name == "small" else self.paper
@@ -65,8 +68,8 @@ class Method:
 
 @dataclass(frozen=True)
 class Claim:
-    """`better` is better than `worse` in the columns, all of them by default. Either may be a number in the unit of the
-    paper: "this reaches 99" is Claim("this", 99), "this does not" is Claim(99, "this").
+    """`better` is better than `worse` in the columns, by default in all that are not computed. Either may be a number
+    in the unit of the paper: "this reaches 99" is Claim("this", 99), "this does not" is Claim(99, "this").
     """
 
     better: str | float
@@ -97,6 +100,7 @@ class Reproduction:
     claims: tuple[Claim, ...] = ()
     larger_is_better: bool = True
     rates: tuple[str, ...] = ()  # learning rates of the scaled-down version, of which each method gets its best
+    rate_factors: tuple[float, ...] = ()  # at full size: the rates are those of each column's recipe times these
     function: str = ""  # "module:function" of what is measured or drawn
     same_as: str = ""
     differs: str = ""
@@ -115,6 +119,11 @@ class Reproduction:
         row = table.get(method, ())
         return row[place] if place < len(row) else None
 
+    @property
+    def run_columns(self) -> tuple[Column, ...]:
+        """Those that are run: all but the computed ones."""
+        return tuple(each for each in self.columns if not each.mean_of)
+
     def larger(self, column: Column) -> bool:
         return self.larger_is_better if column.larger_is_better is None else column.larger_is_better
 
@@ -130,6 +139,9 @@ def check_possible(reproduction: Reproduction, scale: str) -> None:
         raise ValueError(f"{reproduction.key} has nothing to run ({reproduction.title}): {reproduction.differs}")
 
 
+AVERAGE = Column("Average", mean_of=("ListOps", "Text", "Retrieval", "Image", "Pathfinder"))  # over the Arena
+
+
 def lra(percent: float = 100.0, recipe: str = "paper") -> tuple[Column, ...]:
     """The five tasks of the Long Range Arena, in the order of the papers."""
     tasks = {"ListOps": "listops", "Text": "text", "Retrieval": "retrieval", "Image": "image"}
@@ -138,13 +150,17 @@ def lra(percent: float = 100.0, recipe: str = "paper") -> tuple[Column, ...]:
 
 
 def limited(reproduction: Reproduction, methods: Sequence[str], columns: Sequence[str]) -> Reproduction:
-    """The reproduction with these methods and columns only, all of them by default."""
+    """The reproduction with these methods and columns only, all of them by default. A computed column goes with those
+    that it is computed from.
+    """
     for kind, asked, there in (("method", methods, reproduction.methods), ("column", columns, reproduction.columns)):
         names = [each.name for each in there]
         for name in asked:
             if name not in names:
                 raise ValueError(f"{reproduction.key} has no {kind} {name!r}; it has {'; '.join(names) or 'none'}")
-    places = [i for i, each in enumerate(reproduction.columns) if not columns or each.name in columns]
+    needed = {each.name: set(each.mean_of or (each.name,)) for each in reproduction.columns}
+    kept = set[str]().union(*(needed[name] for name in columns or needed))
+    places = [i for i, each in enumerate(reproduction.columns) if needed[each.name] <= kept]
     return replace(
         reproduction,
         methods=tuple(each for each in reproduction.methods if not methods or each.name in methods),

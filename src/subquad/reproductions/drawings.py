@@ -1,6 +1,4 @@
-"""The figures that show matrices, costs and trained models. Each function draws one file; those of trained models take
-the runs from the plan.
-"""
+"""The figures that show matrices and costs. Each function draws one file. Those of trained models: sbm_trained.py."""
 
 from __future__ import annotations
 
@@ -91,68 +89,3 @@ def sbm_patterns(path: Path, plan: Any) -> None:
     masks = (i * k // n == j * k // n, (i == j) | (j >= n - k), (i == j) | (i >= n - k))
     panels = [Panel(cells(mask.expand(n, n).int()), f"pattern {number}") for number, mask in enumerate(masks, 1)]
     save(draw_sheet(Sheet([panels], 320, "SBM-Transformer, figure 6", f"n = {n}, k = {k}", swatches((1,))), n), path)
-
-
-# ---- trained models -------------------------------------------------------------------------------------------
-
-
-def trained_runs(plan: Any) -> dict[str, Path]:
-    """The runs of SBM attention of sbm-table-1, by column."""
-    from dataclasses import replace
-
-    from subquad.reproductions.sbm import SBM, TABLE_1
-    from subquad.training import log
-
-    found = {}
-    for column, methods, comparison in replace(plan, reproduction=TABLE_1).comparisons():
-        for method in methods:
-            spec = method.spec_at(plan.scale)
-            runs = [comparison.folder(spec, 0, rate) for rate in (comparison.chosen(spec), None)]  # or without a choice
-            finished = [run for run in runs if method.name == SBM and log.read_result(run) is not None]
-            if finished:
-                found[column.name] = finished[0]
-    if not found:
-        raise FileNotFoundError(
-            f"{plan.out} has no finished run of {SBM}: run `subquad reproduce sbm-table-1 --method {SBM}` first"
-        )
-    return found
-
-
-def test_batches(run: Path, plan: Any, count: int) -> tuple[Any, list[tuple]]:
-    """The model of a run, and so many test examples, each a batch of its own."""
-    from subquad.training.use import load
-
-    model, task = load(run, plan.data)
-    examples: Any = task.load().test
-    batches = [task.collate([examples[i]]) for i in range(min(count, len(examples)))]
-    keys = ("input_ids", "attention_mask", "pair_ids", "pair_mask") if task.head == "pair" else ("input_ids",)
-    return model.eval(), [tuple(batch.get(key) for key in keys) for batch in batches]
-
-
-def sbm_densities(path: Path, plan: Any) -> None:
-    from subquad.studies.sbm_pictures import densities, draw_densities
-
-    found = {name: densities(*test_batches(run, plan, 32)) for name, run in trained_runs(plan).items()}
-    draw_densities(found, path)
-
-
-def attended(path: Path, plan: Any, column: str) -> None:
-    from subquad.studies.sbm_pictures import draw_attended
-
-    runs = trained_runs(plan)
-    if column not in runs:
-        raise FileNotFoundError(
-            f"{plan.out} has no finished run of SBM-Transformer on {column}: run "
-            f"`subquad reproduce sbm-table-1 --method SBM-Transformer --column {column}` first"
-        )
-    model, batches = test_batches(runs[column], plan, 1)
-    side = round(batches[0][0].shape[1] ** 0.5)
-    draw_attended(model, batches[0], path, height=side)
-
-
-def sbm_attended_pathfinder(path: Path, plan: Any) -> None:
-    attended(path, plan, "Pathfinder")
-
-
-def sbm_attended_image(path: Path, plan: Any) -> None:
-    attended(path, plan, "Image")

@@ -153,7 +153,8 @@ def remarks(result: dict[str, Any]) -> list[str]:
 
 def rates_in_words(result: dict[str, Any]) -> str:
     """Which learning rates were tried, and which were chosen on validation."""
-    cells = {(name, column): cell for name, row in result["ours"].items() for column, cell in row.items()}
+    rows = result["ours"].items()
+    cells = {(name, column): x for name, row in rows for column, x in row.items() if "mean_of" not in x}
     tried = {place: ", ".join(cell.get("tried") or result["rates"]) for place, cell in cells.items() if cell["rate"]}
     chosen = {place: cell["rate"] for place, cell in cells.items() if cell["rate"]}
     lines = [f"Learning rates tried: {_grouped(tried)}.", f"Chosen on validation: {_grouped(chosen)}."] * bool(tried)

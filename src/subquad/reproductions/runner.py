@@ -19,11 +19,14 @@ from typing import Any
 from subquad.attention.registry import check_name
 from subquad.core.files import write_atomically
 from subquad.reproductions import REPRODUCTIONS, verdict
+from subquad.reproductions.averages import add_averages
 from subquad.reproductions.declare import Column, Method, Reproduction, Scale, check_possible, limited
 from subquad.reproductions.earlier import check_earlier, file_name, joined, known, read_earlier, setting
 from subquad.reproductions.measures import Ask
+from subquad.tasks import task as make_task
 from subquad.training import log
 from subquad.training.compare import Comparison, check_attentions, check_data, compare, prepare
+from subquad.training.rates import multiples
 from subquad.training.run import versions
 
 Tell = Callable[[str], None]
@@ -38,40 +41,50 @@ class Plan:
     out: Path
     scale: str = "small"
     seeds: int = 1
-    rates: tuple[str, ...] | None = None  # None = those of the reproduction, if it is scaled down
+    rates: tuple[str, ...] | None = None  # None = those of the reproduction
     data: Path | None = None
     earlier: Mapping[str, Any] = field(default_factory=dict)  # a result of this table, whose runs are not repeated
     jobs: int = 1  # runs at a time
     results: Path | None = None  # the folder of that result, in which other commands may add to it meanwhile
 
-    @property
-    def bracket(self) -> tuple[str, ...]:
+    def bracket(self, column: Column) -> tuple[str, ...]:
+        """The learning rates that are tried in a column."""
         if self.rates is not None:
             return self.rates
-        return self.reproduction.rates if self.scale == "small" else ()
+        if self.scale == "small":
+            return self.reproduction.rates
+        recipe, settings, _ = column.scale(self.scale)
+        factors = self.reproduction.rate_factors
+        return multiples(make_task(column.task, recipe, settings).recipe.rate, factors) if factors else ()
+
+    @property
+    def brackets(self) -> tuple[str, ...]:
+        """The learning rates of all columns."""
+        return tuple(dict.fromkeys(rate for column in self.reproduction.run_columns for rate in self.bracket(column)))
 
     def comparisons(self) -> Iterator[tuple[Column, list[Method], Comparison]]:
         """What is trained: for each column the methods that share their settings."""
-        for column in self.reproduction.columns:
+        for column in self.reproduction.run_columns:
             groups: dict[tuple[str, ...], list[Method]] = {}
             for method in known_methods(self.reproduction):
                 groups.setdefault(method.settings(self.scale), []).append(method)
             scale = column.scale(self.scale)
             for own, methods in groups.items():
                 specs = list(dict.fromkeys(method.spec_at(self.scale) for method in methods))
-                comparison = self._comparison(column.task, scale, specs, own)
+                comparison = self._comparison(column.task, scale, specs, self.bracket(column), own)
                 if scale.begin is not None:
-                    comparison.begin = replace(self._comparison("mlm", scale.begin, specs), seeds=1)
+                    comparison.begin = replace(self._comparison("mlm", scale.begin, specs, self.rates or ()), seeds=1)
                 comparison.known = known(self.earlier, column, methods, self.scale, comparison)
                 yield column, methods, comparison
 
-    def _comparison(self, task: str, scale: Scale, specs: list[str], own: tuple[str, ...] = ()) -> Comparison:
+    def _comparison(
+        self, task: str, scale: Scale, specs: list[str], rates: tuple[str, ...], own: tuple[str, ...] = ()
+    ) -> Comparison:
         settings = (*scale.settings, *own)
         where = self.out / task / ",".join((scale.recipe, *settings)).replace("/", "_")
         return Comparison(
-            task, specs, where, scale.recipe, settings, self.seeds, self.data, rates=self.bracket, timed=False,
-            jobs=self.jobs,
-        )  # fmt: skip
+            task, specs, where, scale.recipe, settings, self.seeds, self.data, rates=rates, timed=False, jobs=self.jobs
+        )
 
     @property
     def table(self) -> Reproduction:
@@ -95,7 +108,7 @@ def left_out(reproduction: Reproduction) -> list[str]:
     notes = []
     for kind, here, there in (
         ("methods", reproduction.methods, whole.methods),
-        ("columns", reproduction.columns, whole.columns),
+        ("columns", reproduction.run_columns, whole.run_columns),
     ):
         names = {each.name for each in here}
         gone = [each.name for each in there if each.name not in names]
@@ -121,7 +134,7 @@ def reproduce(plan: Plan, tell: Tell = lambda text: None) -> dict[str, Any]:
     """Run what has not been run; what result.json holds."""
     reproduction = plan.reproduction
     check_possible(reproduction, plan.scale)
-    check_earlier(plan.earlier, plan.bracket)
+    check_earlier(plan.earlier, plan.brackets)
     if reproduction.kind == "drawn":
         return drawn(plan)
     if reproduction.kind == "measured":
@@ -192,6 +205,7 @@ def collect(plan: Plan) -> dict[str, dict[str, Any]]:
             if cell is not None:
                 bracket = {"rate": rate, "tried": _tried(comparison, spec, column)} if comparison.rates else {}
                 cells.setdefault(method.name, {})[column.name] = {**cell, **bracket}
+    add_averages(plan.table, cells)
     return cells
 
 
@@ -269,7 +283,7 @@ def summary(plan: Plan, cells: dict[str, dict[str, Any]], notes: Sequence[str] =
             "larger_is_better": larger,
             "order": verdict.order(ours, larger=larger), "paper_order": verdict.order(theirs, larger=larger),
         }  # fmt: skip
-    rates = dict.fromkeys((*plan.earlier.get("rates", ()), *plan.bracket))
+    rates = dict.fromkeys((*plan.earlier.get("rates", ()), *plan.brackets))
     return {
         "key": reproduction.key, "place": reproduction.place, "title": reproduction.title, "scale": plan.scale,
         "seeds": max(plan.seeds, plan.earlier.get("seeds", 1)), "rates": list(rates), "versions": versions(),

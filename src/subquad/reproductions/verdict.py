@@ -39,11 +39,12 @@ class Judgement(NamedTuple):
 
 def judge(reproduction: Reproduction, cells: Cells) -> list[Judgement]:
     """Every claim in every column that it is about."""
+    every = tuple(column.name for column in reproduction.run_columns)
     return [
         Judgement(claim, column.name, *_judge(claim, column, cells, reproduction.larger(column)))
         for claim in reproduction.claims
         for column in reproduction.columns
-        if not claim.columns or column.name in claim.columns
+        if column.name in (claim.columns or every)
     ]
 
 

@@ -1,12 +1,14 @@
 """Pictures of SBM attention: where nodes and clusters make which mask, what is sampled, how dense each head is.
 
-Figures 3, 5 and 7 of Cho et al. 2022. Every function draws one PNG and returns its path. `subquad study sbm-pictures`
-trains a small encoder and draws what its heads have learned.
+Figures 3, 5, 7 and 8 of Cho et al. 2022. Every function that draws writes one PNG and returns its path. `subquad study
+sbm-pictures` trains a small encoder and draws what its heads have learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -135,7 +137,7 @@ def draw_masks(attention: Sbm, q: Tensor, k: Tensor, path: Path, key_mask: Tenso
     return save(figure, path, dpi=130)
 
 
-# ---- figures 5 and 7: densities of a trained model ------------------------------------------------------------------
+# ---- figure 5: densities of a trained model -----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -151,19 +153,42 @@ def densities(model: nn.Module, batches: Iterable[tuple]) -> Tensor:
     return torch.stack(found)
 
 
-def draw_densities(models: Mapping[str, Tensor], path: Path) -> Path:
+def draw_densities(models: Mapping[str, Tensor | Mapping[str, Tensor | None]], path: Path, note: str = "") -> Path:
     """Figure 5: per layer the mean density over batches and heads, with its standard deviation.
 
-    `models`: name → densities (batches, L, H) as `densities` returns them.
+    `models`: name → densities (batches, L, H) as `densities` returns them, or several of them by what is different
+    between them, side by side, with room for one that is None. `note` is written below.
     """
-    figure, axes = _figure(len(models))
-    for axis, (name, found) in zip(axes[0], models.items(), strict=True):
-        per_layer = found.mean(2)  # (batches, L)
-        spread = per_layer.std(0) if len(per_layer) > 1 else torch.zeros(per_layer.shape[1])
-        labels = [f"L{layer + 1}" for layer in range(per_layer.shape[1])]
-        axis.bar(labels, per_layer.mean(0).tolist(), yerr=spread.tolist(), capsize=3, width=0.6)
-        axis.set(title=name, ylim=(0, 1), ylabel="mask density")
+    series = {name: {"": found} if isinstance(found, Tensor) else found for name, found in models.items()}
+    kinds = list(dict.fromkeys(kind for each in series.values() for kind in each))
+    figure, axes = _figure(len(series))
+    for axis, (name, each) in zip(axes[0], series.items(), strict=True):
+        for kind, found in each.items():
+            if found is not None:
+                _bars(axis, found, kinds.index(kind), kinds)
+        axis.set(title=name, ylabel="mask density")
+    top = max(axis.get_ylim()[1] for axis in axes[0])
+    for axis in axes[0]:
+        axis.set_ylim(0, min(1, top))
+    if kinds != [""]:
+        bars = {label: bar for axis in axes[0] for bar, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        drawn = [kind for kind in kinds if kind in bars]
+        figure.legend([bars[kind] for kind in drawn], drawn, loc="outside upper center", ncols=len(drawn), fontsize=8)
+    if note:
+        figure.supxlabel(textwrap.fill(note, 52 * len(series)), fontsize=7)
     return save(figure, path, dpi=130)
+
+
+def _bars(axis, found: Tensor, place: int, kinds: list[str]) -> None:
+    """A bar for each layer, beside those of the other kinds."""
+    per_layer = found.mean(2)  # (batches, L)
+    spread = per_layer.std(0) if len(per_layer) > 1 else torch.zeros(per_layer.shape[1])
+    layers, width = torch.arange(per_layer.shape[1]), 0.7 / len(kinds)
+    x = layers + (place - (len(kinds) - 1) / 2) * width
+    axis.bar(x.tolist(), per_layer.mean(0).tolist(), width, yerr=spread.tolist(), capsize=3, color=f"C{place}",
+             label=kinds[place] or None)  # fmt: skip
+    axis.set_xticks(layers.tolist(), [f"L{layer + 1}" for layer in layers.tolist()])
+    axis.set_xlim(-0.5, len(layers) - 0.5)
 
 
 @torch.no_grad()
@@ -185,6 +210,73 @@ def draw_attended(model: nn.Module, batch: tuple, path: Path, height: int, seque
             axes[row][column].imshow(share.view(height, -1).cpu().numpy(), cmap="viridis", interpolation="nearest")
             axes[row][column].set(xticks=[], yticks=[])
             axes[row][column].set_title(f"layer {row + 1}, head {column + 1}: {share.mean():.3f}", fontsize=9)
+    return save(figure, path, dpi=130)
+
+
+# ---- figures 7 and 8: what the heads attend to where the model is right ---------------------------------------------
+
+
+class Seen(NamedTuple):
+    """A picture, its label, and how often each of its pixels was attended to when the model classified it."""
+
+    pixels: Tensor  # (m,)
+    label: int
+    shares: Tensor  # (L, H, m), in [0, 1]
+
+    @property
+    def density(self) -> float:
+        return float(self.shares.mean())
+
+
+@torch.no_grad()
+def first_right(model: nn.Module, pictures: Iterable[tuple[Tensor, int]], most: int = 64) -> list[Seen]:
+    """The first pictures (pixels (m,), label) that the model classifies rightly, `most` of them at most.
+
+    Graphs are sampled, so a second call may give another answer: what is shown is the call that was right.
+    """
+    found: list[Seen] = []
+    for pixels, label in pictures:
+        with watched(model) as calls:
+            answer = int(model(pixels[None]).logits.argmax(-1))
+        if answer == label:
+            found.append(Seen(pixels, label, torch.stack([call.mask()[0].float().mean(1) for call in calls])))
+        if len(found) == most:
+            break
+    return found
+
+
+def contrasted(found: Iterable[Seen], count: int) -> list[Seen]:
+    """So many of them, the sparsest and the densest in turn, of classes as different as possible; sparsest first."""
+    rest, chosen = sorted(found, key=lambda each: each.density), list[Seen]()
+    while rest and len(chosen) < count:
+        times = Counter(each.label for each in chosen)
+        fewest = min(times[each.label] for each in rest)
+        places = [i for i, each in enumerate(rest) if times[each.label] == fewest]
+        chosen.append(rest.pop(places[-1 if len(chosen) % 2 else 0]))
+    return sorted(chosen, key=lambda each: each.density)
+
+
+SCALE = "above each head its density; the brighter a pixel, the more attend to it, each head on a scale of its own"
+
+
+def draw_seen(shown: Sequence[Seen], names: Sequence[str], width: int, path: Path, title: str) -> Path:
+    """Figures 7 and 8: a row for each picture of rows of `width` pixels: itself, under the name of its label, then each
+    head of each layer, under its density.
+    """
+    layers, heads = shown[0].shares.shape[:2]
+    figure, axes = _figure(1 + layers * heads, len(shown), 1.7)
+    for row, each, name in zip(axes, shown, names, strict=True):
+        row[0].imshow(each.pixels.view(-1, width).numpy(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+        row[0].set_title(name, fontsize=8)
+        for axis, share in zip(row[1:], each.shares.flatten(0, 1), strict=True):
+            axis.imshow(share.view(-1, width).numpy(), cmap="viridis", interpolation="nearest")
+            axis.set_title(f"{share.mean():.3f}", fontsize=8)
+        for axis in row:
+            axis.set(xticks=[], yticks=[])
+    for i, axis in enumerate(axes[-1][1:]):
+        axis.set_xlabel(f"layer {i // heads + 1}, head {i % heads + 1}", fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.supxlabel(SCALE, fontsize=7)
     return save(figure, path, dpi=130)
 
 

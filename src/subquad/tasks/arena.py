@@ -3,8 +3,8 @@
 `paper` of these tasks is table 7 of SBM-Transformer, with the warm-up and the head of its source (Xiong et al. 2021:
 two linear maps, a ReLU between them). `cst` is A.6.1 of Composite Slice: 2 layers, 4 heads, width 256, pre-norm, mean
 pooling, the same head, AdamW without decay, linear warm-up and decay, early stopping. It searches the learning rate in
-[l/2, l, 2l] (--rates 1e-3,5e-4,2.5e-4); its table of further numbers is not at hand, so steps, batches, warm-up and l
-are those of `paper`, and the feed-forward layers are twice as wide as the model, as there.
+[l/2, l, 2l], as `subquad reproduce` does at full size; its table of further numbers is not at hand, so steps, batches,
+warm-up and l are those of `paper`, and the feed-forward layers are twice as wide as the model, as there.
 """
 
 from __future__ import annotations

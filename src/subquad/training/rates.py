@@ -30,6 +30,12 @@ def parse_rates(text: str, name: str = "") -> tuple[str, ...]:
     return rates
 
 
+def multiples(rate: float, factors: Sequence[float]) -> tuple[str, ...]:
+    """5e-4 times 0.5, 1, 2 → ("2.5e-4", "5e-4", "1e-3"): the rates of a bracket, written as one would."""
+    parts = (f"{rate * factor:.6e}".split("e") for factor in factors)
+    return tuple(f"{float(digits):g}e{int(exponent)}" for digits, exponent in parts)
+
+
 def take_rates(settings: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """`rate=3e-3,1e-3` among the settings is a bracket: the other settings, and the rates of it."""
     rest: list[str] = []
