@@ -278,7 +278,7 @@ def test_learning_rates_are_added_to_an_earlier_result(better, tiny_data, tmp_pa
     cell = grown["ours"][method.name][column.name]
     if better == "another":
         assert started == [(0, "4e-3"), (1, "4e-3")] and cell["rate"] == "4e-3" and cell["seeds"] == [0, 1]
-        assert "Learning rates tried: 2.0e-3, 4e-3. Chosen on validation: 4e-3." in pages.remarks(grown)
+        assert "Learning rates tried: 4e-3, 2.0e-3. Chosen on validation: 4e-3." in pages.remarks(grown)
     else:
         assert started == [(0, "4e-3")] and cell["rate"] == "2.0e-3"
         assert {**cell, "rate": None, "tried": 0} == {**alone["ours"][method.name][column.name], "tried": 0}

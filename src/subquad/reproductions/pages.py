@@ -155,7 +155,10 @@ def rates_in_words(result: dict[str, Any]) -> str:
     """Which learning rates were tried, and which were chosen on validation."""
     rows = result["ours"].items()
     cells = {(name, column): x for name, row in rows for column, x in row.items() if "mean_of" not in x}
-    tried = {place: ", ".join(cell.get("tried") or result["rates"]) for place, cell in cells.items() if cell["rate"]}
+    tried = {
+        place: ", ".join(sorted(cell.get("tried") or result["rates"], key=float, reverse=True))
+        for place, cell in cells.items() if cell["rate"]
+    }  # fmt: skip
     chosen = {place: cell["rate"] for place, cell in cells.items() if cell["rate"]}
     lines = [f"Learning rates tried: {_grouped(tried)}.", f"Chosen on validation: {_grouped(chosen)}."] * bool(tried)
     alone = [f"{name} ({column})" for name, column in cells if (name, column) not in tried]
