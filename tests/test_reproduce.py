@@ -517,7 +517,7 @@ def test_an_average_goes_with_its_columns():
 def test_an_earlier_result_without_averages_gains_them(tmp_path):
     """It has four of the columns; the fifth is run now, alone."""
     result = json.loads((DOCS / pages.RESULTS / "sbm-table-1.json").read_text())
-    row = result["ours"]["SBM-Transformer"]
+    row = {name: cell for name, cell in result["ours"]["SBM-Transformer"].items() if name != "Average"}
     assert list(row) == ["ListOps", "Text", "Retrieval", "Image", "Pathfinder"]
     earlier = {**result, "ours": {"SBM-Transformer": row}}
     part = limited(find("sbm-table-1"), ("SBM-Transformer",), ("Pathfinder",))
