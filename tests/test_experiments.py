@@ -115,7 +115,7 @@ def test_processes_find_modules_of_the_callers(monkeypatch, tmp_path):
             "resume=True continues a run and overwrite=True",
         ),
         (lambda: subquad.train("lm-bytes", data="nowhere"), "`data`: the folder nowhere does not exist"),
-        (lambda: subquad.compare("lra", "full"), "lra is a group of tasks: .* listops, text"),
+        (lambda: subquad.compare("lra", "full", data="nowhere"), "`data`: the folder nowhere does not exist"),
         (lambda: subquad.compare("needle", []), "attentions must be a spec or a list of specs"),
         (lambda: subquad.compare("needle", "full", seed=3), "`seeds` is the number of runs"),
         (lambda: subquad.compare("needle", "full", seeds="3"), "seeds must be .* an integer ≥ 1, not '3'"),

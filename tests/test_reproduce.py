@@ -589,6 +589,18 @@ def test_bad_input_is_one_clear_line(line, message, tmp_path, monkeypatch):
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and message in result.stderr
 
 
+def test_a_table_that_is_stopped_before_its_first_run_has_finished(tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(comparing, "run_one", lambda *run: 130)
+    table = miniature(find("sparse-table-1"), tiny_data)
+    monkeypatch.setitem(REPRODUCTIONS, table.key, table)
+    result = CliRunner().invoke(app, ["reproduce", table.key, "--out", str(tmp_path), "--rates", "1e-3"])
+    assert result.exit_code == 130 and "stopped; run the same command again to resume" in result.stderr
+    assert not list(tmp_path.glob("results/*")), "no numbers, no result"
+    empty = summary(Plan(table, tmp_path, rates=("1e-3",)), {})
+    runner.write_result(tmp_path / "results", empty)
+    assert pages.read_results(tmp_path / "results") == {}, "the pages say that it has not been run"
+
+
 def test_a_part_of_a_table_says_so(tmp_path):
     whole = find("combiner-figure-3")
     part = limited(whole, ("Transformer",), ("time, 1024", "memory, 1024"))

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import subquad
 from subquad import tasks
 from subquad.cli import app
 from subquad.reports import suite as suites
@@ -208,6 +209,34 @@ def test_a_suite_is_stopped_resumed_and_reported(mini, tmp_path, monkeypatch):
     assert suite["rows"][0]["tasks"]["needle"] == begun["tasks"]["needle"], "it was not trained again"
     assert f"report: {out / 'report.html'}" in result.stdout
     assert "needle-again/report.html" in Balanced((out / "report.html").read_text()).addresses
+
+
+def test_python_compares_a_suite_too(mini, tmp_path, monkeypatch):
+    small = dict(text.split("=") for text in TINY) | {"steps": 2, "evaluate": 1}
+    specs = ["full", "local:window=5"]
+    compared = subquad.compare(mini, specs, out=tmp_path, **small)
+    assert list(compared.tasks) == list(tasks.SUITES[mini]), "a comparison per task"
+    one, other = (each["full"]["mean"] for each in compared.tasks.values())
+    assert compared["full"]["average"] == pytest.approx((one + other) / 2)
+    assert compared.metric == "average" and compared.report == tmp_path / "report.html"
+    assert json.loads((tmp_path / "suite.json").read_text()) == compared.details
+    lines = str(compared).splitlines()
+    assert lines[0].split() == ["attention", *tasks.SUITES[mini], "average"] and repr(compared) == str(compared)
+    assert lines[-1] == f"report: {tmp_path / 'report.html'}" and compared.headline in lines
+    before = compared.tasks["needle"].details["rows"]
+    again = subquad.compare(mini, specs, out=tmp_path, **small)
+    assert again.tasks["needle"].details["rows"] == before, "nothing was trained again"
+
+    def stop(comparison):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("subquad.experiments._finish", stop)
+    (tmp_path / "suite.json").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        subquad.compare(mini, specs, out=tmp_path, **small)
+    assert (tmp_path / "suite.json").exists(), "what there is is reported"
+    with pytest.raises(ValueError, match="already contains the comparison of a task: choose another `out`"):
+        subquad.compare(mini, "full", out=tmp_path / "needle", **small)
 
 
 def test_a_suite_and_a_task_do_not_share_a_folder(mini, tmp_path):

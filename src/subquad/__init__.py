@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from subquad.attention.call import Record
     from subquad.attention.registry import attention, available, register, unregister
     from subquad.core.options import Options, option
-    from subquad.experiments import Compared, Trained, compare, train
+    from subquad.experiments import Compared, ComparedSuite, Trained, compare, train
     from subquad.layers import MultiheadAttention
     from subquad.swapping import swap
 
@@ -24,6 +24,7 @@ __all__ = [
     "Attention",
     "Capabilities",
     "Compared",
+    "ComparedSuite",
     "MultiheadAttention",
     "Options",
     "Record",
@@ -42,6 +43,7 @@ _PLACES = {
     "Attention": "subquad.attention.base",
     "Capabilities": "subquad.attention.base",
     "Compared": "subquad.experiments",
+    "ComparedSuite": "subquad.experiments",
     "MultiheadAttention": "subquad.layers",
     "Options": "subquad.core.options",
     "Record": "subquad.attention.call",

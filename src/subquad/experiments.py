@@ -19,6 +19,8 @@ from subquad.training.rates import parse_rates
 from subquad.training.start import check_out, check_start, slug
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from subquad.tasks.base import Task
     from subquad.training.compare import Comparison
 
@@ -74,21 +76,40 @@ class Compared:
                 return row
         raise KeyError(f"{attention!r} was not compared: {', '.join(row['attention'] for row in self.rows)}")
 
+    def table(self) -> Table:
+        """What a terminal shows."""
+        from subquad.reports import findings
+        from subquad.reports.scores import table
+
+        return table(self.rows, self.details.get("guessing"), trusted=findings.untrusted(self.details) is None)
+
     def __str__(self) -> str:
         from rich.console import Console
 
         from subquad.core.console import WIDE
-        from subquad.reports import findings
-        from subquad.reports.scores import table
 
         console = Console(width=WIDE, highlight=False, markup=False, emoji=False, color_system=None)
-        trusted = findings.untrusted(self.details) is None
         with console.capture() as text:
-            console.print(table(self.rows, self.details.get("guessing"), trusted=trusted))
+            console.print(self.table())
         lines = [line.rstrip() for line in text.get().splitlines()]
         return "\n".join([*lines, self.headline, self.caution, f"report: {self.report}"])
 
-    __repr__ = __str__  # what a notebook shows; `details` has everything
+    def __repr__(self) -> str:
+        return str(self)  # what a notebook shows; `details` has everything
+
+
+@dataclass(frozen=True, repr=False)
+class ComparedSuite(Compared):
+    """The finished comparisons of a group of tasks. `print` shows the papers' table, `compared["full"]` is the row of
+    an attention with its average, and `compared.tasks["listops"]` the comparison of a task.
+    """
+
+    tasks: dict[str, Compared]
+
+    def table(self) -> Table:
+        from subquad.reports.scores import suite_table
+
+        return suite_table(self.details)
 
 
 def train(
@@ -160,12 +181,14 @@ def compare(
         compared = subquad.compare("needle", ["full", "combiner-fixed"], seeds=3, length=2048)
         print(compared)                                 # the table
         compared["combiner-fixed"]["mean"]              # over the seeds
+        subquad.compare("lra", ["full", "sbm"]).tasks["text"]     # the papers' table, and one of its five tasks
 
     The same call again resumes it, or adds attentions and seeds. Every run is a process of its own, except with tasks
     and mechanisms that a script or a notebook defines, which no other process can import.
 
     Args:
-        task: the name of a task; `subquad.tasks.available()` has them all.
+        task: the name of a task; `subquad.tasks.available()` has them all. Or lra: the five tasks of the Long Range
+            Arena, each in a folder of its own, and their average (a `ComparedSuite`).
         attentions: specs, each perhaps several separated by |, which the layers take in turn.
         seeds: the number of runs of each attention.
         out: the folder of the comparison; None = out/compare/TASK.
@@ -176,42 +199,54 @@ def compare(
         overwrite: delete the comparison in the folder and start again.
         settings: of the recipe, such as steps=300; `subquad tasks TASK` shows them all.
     """
-    if task in SUITES:
-        raise ValueError(
-            f"{task} is a group of tasks: compare them one by one, {', '.join(SUITES[task])}, or all of them with the "
-            f"command subquad compare {task}, which also writes a report of their average"
-        )
-    counts = {"seeds": (seeds, "the number of runs of each attention"), "jobs": (jobs, "the number of runs at a time")}
-    for name, (count, what) in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be {what}, an integer ≥ 1, not {count!r}")
+    _check_count("seeds", seeds, "the number of runs of each attention")
+    _check_count("jobs", jobs, "the number of runs at a time")
     if "seed" in settings:
         raise TypeError("compare has no argument seed: `seeds` is the number of runs of each attention, 0, 1, 2 …")
+    names = SUITES.get(task, (task,))
     specs = split_list(",".join(_texts("attentions", attentions, "full", "combiner-fixed")))
-    texts = _check(task, [one for spec in specs for one in spec.split("|")], recipe, data, settings)
-    if isinstance(rates, str) or not isinstance(rates, Iterable):
-        raise TypeError(f"rates must be a list of learning rates, such as [3e-3, 1e-3], not {rates!r}")
-    bracket = parse_rates(",".join(map(str, rates))) if tuple(rates) else ()
+    singles = [one for spec in specs for one in spec.split("|")]
+    texts = [_check(name, singles, recipe, data, settings) for name in names][0]
+    bracket = _bracket(rates)
     where = Path("out/compare") / task if out is None else _path("out", out)
     check_out(where)
+    from subquad.reports import suite
     from subquad.training import compare as comparing
 
     command = ["subquad", "compare", task, "--attention", ",".join(specs), "--seeds", str(seeds), "--recipe", recipe]
     command += ["--rates", ",".join(bracket)] if bracket else []
     command += ["--jobs", str(jobs)] if jobs > 1 else []
-    comparison = comparing.Comparison(
-        task, specs, where, recipe, texts, seeds, _path("data", data), [*command, *_flags(texts, where, data)], bracket,
-        jobs=jobs,
-    )  # fmt: skip
-    _reach(comparison)
-    if comparison.inside and jobs > 1:
-        raise ValueError(
-            f"jobs must be 1 for a task or a mechanism that a script or a notebook defines, not {jobs}: it is trained "
-            "in this process; put it in a module of its own to train several runs at a time"
+    command += _flags(texts, where, data)
+    comparisons = [
+        comparing.Comparison(
+            name, specs, where / name if task in SUITES else where, recipe, texts, seeds, _path("data", data), command,
+            bracket, jobs=jobs,
         )
-    comparing.check(comparison)
-    comparing.prepare(comparison, overwrite=overwrite)
-    return _finish(comparison)
+        for name in names
+    ]  # fmt: skip
+    for each in comparisons:
+        _reach(each)
+        comparing.check(each)
+    if task in SUITES:
+        suite.check_folder(where, overwrite=overwrite)
+    for each in comparisons:
+        comparing.prepare(each, overwrite=overwrite)
+    return _finish_suite(task, where, comparisons) if task in SUITES else _finish(comparisons[0])
+
+
+def _finish_suite(name: str, folder: Path, comparisons: Sequence[Comparison]) -> ComparedSuite:
+    """Task by task; what they have in common is reported, also when stopped on the way."""
+    from subquad.reports import suite
+
+    try:
+        done = {each.task: _finish(each) for each in comparisons}
+    finally:
+        found = suite.write_standing(folder, name, [each.out for each in comparisons])
+    guessing = None if found["guessing"] is None else found["guessing"]["score"]
+    return ComparedSuite(
+        name, "average", found["rows"], guessing, suite.headline(suite.find(found)).striptags(), suite.caution(found),
+        folder, folder / suite.REPORT, found, done,
+    )  # fmt: skip
 
 
 def _finish(comparison: Comparison) -> Compared:
@@ -254,6 +289,19 @@ def _check(task: str, specs: list[str], recipe: str, data: Any, settings: dict[s
     return texts
 
 
+def _check_count(name: str, count: Any, what: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} must be {what}, an integer ≥ 1, not {count!r}")
+
+
+def _bracket(rates: Any) -> tuple[str, ...]:
+    """Learning rates as texts."""
+    if isinstance(rates, str) or not isinstance(rates, Iterable):
+        raise TypeError(f"rates must be a list of learning rates, such as [3e-3, 1e-3], not {rates!r}")
+    texts = ",".join(map(str, rates))
+    return parse_rates(texts) if texts else ()
+
+
 def _shown(value: Any) -> str:
     """A value inside one line: of an object whose text is longer, such as a module, its type."""
     text = repr(value)
@@ -282,12 +330,17 @@ def _flags(texts: Sequence[str], out: Path, data: Any) -> list[str]:
 
 def _reach(comparison: Comparison) -> None:
     """Let the processes of a comparison find the modules of its task and mechanisms; what a script or a notebook
-    defines is trained in this process.
+    defines is trained in this process, one run at a time.
     """
     names = [split_spec(one)[0] for spec in comparison.attentions for one in spec.split("|")]
     classes = [task_class(comparison.task), *(each for each in map(entry_of, names) if not isinstance(each, str))]
     modules = {each.__module__ for each in classes if not each.__module__.startswith("subquad.")}
     comparison.inside = any(getattr(sys.modules.get(module), "__spec__", None) is None for module in modules)
+    if comparison.inside and comparison.jobs > 1:
+        raise ValueError(
+            f"jobs must be 1 for a task or a mechanism that a script or a notebook defines, not {comparison.jobs}: it "
+            "is trained in this process; put it in a module of its own to train several runs at a time"
+        )
     if modules:
         known = [*filter(None, os.environ.get(child.IMPORTS, "").split(",")), *sorted(modules)]
         paths = child.paths(working_folder=True)

@@ -82,7 +82,9 @@ def compare(
     for each in comparisons:
         check(each)
     if task in SUITES:
-        check_suite(where, overwrite=overwrite)
+        from subquad.reports.suite import check_folder
+
+        check_folder(where, overwrite=overwrite)
     for each in comparisons:
         prepare(each, overwrite=overwrite)
     results = _finish_suite(task, where, comparisons) if task in SUITES else [_finish(each) for each in comparisons]
@@ -90,26 +92,14 @@ def compare(
         raise typer.Exit(1)
 
 
-def check_suite(folder: Path, *, overwrite: bool) -> None:
-    """The report of a suite must not take the place of the report of a comparison in the same folder."""
-    from subquad.reports.suite import clear
-
-    if (folder / "comparison.json").exists():
-        raise ValueError(f"{folder} already contains the comparison of a task: choose another --out")
-    if overwrite:
-        clear(folder)
-
-
 def _finish_suite(name: str, folder: Path, comparisons: list[Any]) -> list[dict[str, Any]]:
     """Task by task; what they have in common is shown and reported, also when stopped on the way."""
-    from subquad.reports.suite import write_suite
-    from subquad.training.log import read_json
+    from subquad.reports.suite import write_standing
 
     try:
         return [_finish(each) for each in comparisons]
     finally:
-        standing = [read_json(each.out / "comparison.json") for each in comparisons]
-        show_suite(write_suite(folder, name, standing))
+        show_suite(write_standing(folder, name, [each.out for each in comparisons]))
         out().print(Text.assemble("report: ", (str(folder / "report.html"), "bold")), soft_wrap=True)
 
 

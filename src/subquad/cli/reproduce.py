@@ -144,8 +144,9 @@ def _run(plan: Any, results: Path) -> None:
     except KeyboardInterrupt:
         if plan.reproduction.kind == "trained":
             partial = so_far(plan)
-            show(partial)
-            write_result(results, partial)
+            if partial["ours"]:
+                show(partial)
+                write_result(results, partial)
         err().print("stopped; run the same command again to resume", soft_wrap=True)
         raise typer.Exit(130) from None
     if "picture" in result:

@@ -17,9 +17,10 @@ from typing import Any
 from markupsafe import Markup
 
 from subquad.core.files import write_atomically
-from subquad.core.spoken import again
+from subquad.core.spoken import again, argument
 from subquad.reports import charts, findings, report
 from subquad.reports.findings import Row
+from subquad.training.log import read_json
 
 TEMPLATE = "suite_template.html"
 SUITE, REPORT = "suite.json", "report.html"
@@ -35,6 +36,19 @@ def write_suite(out: Path, name: str, comparisons: Sequence[dict[str, Any]]) -> 
     reported = [each["task"] for each in comparisons if (out / each["task"] / REPORT).exists()]
     write_atomically(out / REPORT, render(suite, comparisons, reported))
     return suite
+
+
+def write_standing(out: Path, name: str, folders: Sequence[Path]) -> Suite:
+    """`write_suite` of comparisons as they stand in their folders."""
+    return write_suite(out, name, [read_json(folder / "comparison.json") for folder in folders])
+
+
+def check_folder(out: Path, *, overwrite: bool) -> None:
+    """The report of a suite must not take the place of the report of a comparison in the same folder."""
+    if (out / "comparison.json").exists():
+        raise ValueError(f"{out} already contains the comparison of a task: choose another {argument('out')}")
+    if overwrite:
+        clear(out)
 
 
 def clear(out: Path) -> None:

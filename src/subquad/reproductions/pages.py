@@ -33,11 +33,13 @@ def write_pages(docs: Path) -> list[Path]:
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """By key, in the order of the papers; those of the full size after the scaled-down ones."""
+    """By key, in the order of the papers; those of the full size after the scaled-down ones, those without a number
+    left out.
+    """
     found = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
-        if result.get("key") in REPRODUCTIONS:
+        if result.get("key") in REPRODUCTIONS and result["ours"]:
             found[path.stem] = result
     places = list(REPRODUCTIONS)
     return dict(sorted(found.items(), key=lambda pair: (places.index(pair[1]["key"]), pair[1]["scale"] == "paper")))
