@@ -76,6 +76,19 @@ def test_every_method_can_do_its_task(each):
                     assert possible(column.task, comparison.recipe, comparison.settings, spec)
 
 
+BOOKS = [each for each in TRAINED if each.columns[0].task == "lm-books"]
+
+
+@pytest.mark.parametrize("each", BOOKS, ids=lambda each: each.key)
+def test_models_of_different_lengths_are_scored_by_equally_many_tokens(each):
+    recipes = [
+        make_task("lm-books", comparison.recipe, comparison.settings).recipe
+        for _, _, comparison in Plan(each, Path("nowhere")).comparisons()
+    ]
+    assert {recipe.eval_size * recipe.stride for recipe in recipes} == {61_440}
+    assert {recipe.stride for recipe in recipes} == {recipe.length // 2 for recipe in recipes}
+
+
 @pytest.mark.parametrize("each", [each for each in TRAINED if not each.too_big], ids=lambda each: each.key)
 def test_sparse_methods_are_sparse_at_the_reduced_length(each):
     """A window as long as the sequence is full attention by another name."""
@@ -164,7 +177,10 @@ def miniature(each: Reproduction, data: Path) -> Reproduction:
     )
     names = [claim.better, claim.worse] if claim else [method.name for method in each.methods[:2]]
     chosen = limited(each, names, [column.name])
-    methods = tuple(replace(x, small=tuple(s for s in x.small if "length" not in s)) for x in chosen.methods)
+    methods = tuple(
+        replace(x, small=tuple(s for s in x.small if s.split("=")[0] not in ("length", "stride", "eval_size")))
+        for x in chosen.methods
+    )
     claims = tuple(
         replace(claim, columns=()) for claim in each.claims
         if {claim.better, claim.worse} <= set(names) and (not claim.columns or column.name in claim.columns)

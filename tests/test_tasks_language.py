@@ -212,6 +212,14 @@ def test_pg19_folders_and_archive(tmp_path):
     assert b"".join(bytes(text) for text in texts) == b"".join(books.values())
 
 
+@pytest.mark.parametrize(("name", "most"), [("lm-words", "length=64"), ("lm-bytes", "length=64"),
+                                            ("lm-books", "length - 1 = 63")])  # fmt: skip
+def test_no_token_lies_between_two_windows(name, most):
+    with pytest.raises(ValueError, match=f"stride must be at most {most}, not 65; none: no overlap"):
+        task(name, settings=("length=64", "stride=65"))
+    assert task(name, settings=("length=64", "stride=65", "pack=true")).recipe.pack, "there is no stride"
+
+
 def test_bytes_bad_input(tmp_path):
     for source, message in (("enwik8", "mattmahoney"), ("pg19", "pg19"), ("shakespeare", "char-rnn")):
         with pytest.raises(FileNotFoundError, match=f"not found in .*{source}.*get .*{message}.* put it there"):

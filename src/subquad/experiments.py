@@ -206,7 +206,7 @@ def compare(
     names = SUITES.get(task, (task,))
     specs = split_list(",".join(_texts("attentions", attentions, "full", "combiner-fixed")))
     singles = [one for spec in specs for one in spec.split("|")]
-    texts = [_check(name, singles, recipe, data, settings) for name in names][0]
+    texts, *_ = [_check(name, singles, recipe, data, settings) for name in names]
     bracket = _bracket(rates)
     where = Path("out/compare") / task if out is None else _path("out", out)
     check_out(where)

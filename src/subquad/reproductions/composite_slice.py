@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from subquad.reproductions.declare import AVERAGE, Claim, Column, Method, Reproduction, Scale, lra
+from subquad.reproductions.declare import (
+    AVERAGE,
+    SCORED,
+    Claim,
+    Column,
+    Method,
+    Reproduction,
+    Scale,
+    half_overlapping,
+    lra,
+)
 
 NO_NUMBERS = "the paper's numbers are not at hand (the text has none in its tables), only what it says of them"
 LRA = (*lra(recipe="cst"), AVERAGE)
@@ -149,13 +159,15 @@ TABLE_9 = Reproduction(
     "composite-slice-table-9", "Lee et al. 2023, table 9", "books of PG-19 at the same cost of attention",
     columns=(Column("perplexity", "lm-books", Scale("small", ("steps=600", "evaluate=200")), Scale("paper")),),
     methods=(
-        Method("Transformer, N", "full", ("length=64",), ("length=256",)),
+        Method("Transformer, N", "full", half_overlapping(64, SCORED), half_overlapping(256)),
         replace(
-            cst(8, 2, name="CST, 4N"), full=SLICES.format(32, 3), small=("length=256",), paper=("length=1024",)
+            cst(8, 2, name="CST, 4N"), full=SLICES.format(32, 3),
+            small=half_overlapping(256, SCORED), paper=half_overlapping(1024),
         ),
-        Method("Transformer, 2N", "full", ("length=128",), ("length=512",)),
+        Method("Transformer, 2N", "full", half_overlapping(128, SCORED), half_overlapping(512)),
         replace(
-            cst(16, 3, name="CST, 8N"), full=SLICES.format(64, 3), small=("length=512",), paper=("length=2048",)
+            cst(16, 3, name="CST, 8N"), full=SLICES.format(64, 3),
+            small=half_overlapping(512, SCORED), paper=half_overlapping(2048),
         ),
     ),
     claims=(Claim("CST, 4N", "Transformer, N"), Claim("CST, 8N", "Transformer, 2N")),

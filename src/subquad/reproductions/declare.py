@@ -149,6 +149,17 @@ def lra(percent: float = 100.0, recipe: str = "paper") -> tuple[Column, ...]:
     return tuple(Column(name, task, paper=Scale(recipe), factor=percent) for name, task in tasks.items())
 
 
+def half_overlapping(length: int, scored: int | None = None) -> tuple[str, ...]:
+    """Settings of a language model: windows of an evaluation that overlap by half, as many as score this many tokens
+    (None = all there are), so that models of different lengths are measured by equally much text.
+    """
+    step = length // 2
+    return f"length={length}", f"stride={step}", *(() if scored is None else (f"eval_size={scored // step}",))
+
+
+SCORED = 61_440  # tokens of books, in the scaled-down version
+
+
 def limited(reproduction: Reproduction, methods: Sequence[str], columns: Sequence[str]) -> Reproduction:
     """The reproduction with these methods and columns only, all of them by default. A computed column goes with those
     that it is computed from.

@@ -55,6 +55,9 @@ class BooksRecipe(Recipe):
             raise ValueError(f"path must be given with source=folder, and only then (source={self.source})")
         if self.length < 2:
             raise ValueError(f"length must be ≥ 2, not {self.length}")
+        if not self.pack and self.stride is not None and self.stride >= self.length:
+            last = self.length - 1
+            raise ValueError(f"stride must be at most length - 1 = {last}, not {self.stride}; none: no overlap")
 
 
 class Books(TokenizedTask):

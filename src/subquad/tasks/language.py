@@ -26,6 +26,8 @@ class LanguageRecipe(Recipe):
         source = vars(self)["source"]  # of the tasks
         if (source == "file") != (self.path is not None):
             raise ValueError(f"path must be given with source=file, and only then (source={source})")
+        if not self.pack and self.stride is not None and self.stride > self.length:
+            raise ValueError(f"stride must be at most length={self.length}, not {self.stride}; none: no overlap")
 
 
 class Language(Task):
