@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,9 @@ torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST
 settings.register_profile("quick", deadline=None, max_examples=15, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=200, print_blob=True)  # fresh seeds every time
 settings.load_profile("quick")  # --hypothesis-profile chooses another one
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: tests that press Ctrl-C would fail
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

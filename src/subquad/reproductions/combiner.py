@@ -113,9 +113,10 @@ TABLE_3 = Reproduction(
     methods=(
         at("2k", "Transformer", "full", SHORT),
         *(
-            at("8k", f"Combiner-{name}", f"combiner-fixed:abstraction={abstraction}", SHORT)
+            at("8k", f"Combiner-{name}", f"combiner-fixed{abstraction}", SHORT)
             for name, abstraction in (
-                ("DeepSets-Max", "deepsets-max"), ("DeepSets-Mean", "deepsets-mean"), ("Max", "max"), ("Mean", "mean"),
+                ("DeepSets-Max", ":abstraction=deepsets-max"), ("DeepSets-Mean", ":abstraction=deepsets-mean"),
+                ("Max", ""), ("Mean", ":abstraction=mean"),  # max is the default: its runs are those of table 2
             )
         ),
     ),
