@@ -84,7 +84,7 @@ class Books(TokenizedTask):
     recipes = {
         "small": BooksRecipe(
             length=512, width=128, layers=2, heads=4, feedforward=512, subwords=2000, steps=300, batch=8, rate=3e-3,
-            warmup=30, evaluate=100, eval_size=60, stride=256,
+            warmup=30, initial=0.1, evaluate=100, eval_size=60, stride=256,
         ),
         "paper": BooksRecipe(
             length=1024, width=768, layers=12, heads=12, feedforward=3072, dropout=0.1, attention_dropout=0.1,
