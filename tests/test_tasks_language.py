@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from subquad.data.cache import mapped, pieces
 from subquad.data.datasets import PackedDocuments
 from subquad.models import HEADS, SubquadConfig
-from subquad.tasks import task
-from subquad.tasks.language import entropies
+from subquad.tasks import language, task
+from subquad.tasks.language import entropies, learned_bigram
 
 TEXT = ("To be, or not to be: that is the question.\n" * 40).encode()
 
@@ -108,6 +108,48 @@ def test_entropies_equal_the_likelihood_of_counted_models(tokens):
     single = [-math.log2(tokens.count(token) / len(tokens)) for token in tokens]
     expected = (sum(single) / len(tokens), sum(surprise) / len(pairs))
     assert entropies(np.array(tokens)) == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=40), st.lists(st.integers(0, 5), min_size=2, max_size=20))
+def test_what_pairs_of_another_text_teach(known, asked):
+    """Pair by pair, as the formula is written; the probabilities of all next tokens sum to 1."""
+    pairs = list(pairwise(known))
+
+    def probability(one, other):
+        alone = (known.count(other) + 1) / (len(known) + 6)
+        kinds = len({b for a, b in pairs if a == one})
+        counted = pairs.count((one, other)) + kinds * alone
+        return counted / (sum(a == one for a, _ in pairs) + kinds) if kinds else alone
+
+    expected = sum(-math.log2(probability(*pair)) for pair in pairwise(asked)) / (len(asked) - 1)
+    assert learned_bigram(np.array(known), np.array(asked), 6) == pytest.approx(expected, abs=1e-9)
+    assert sum(probability(asked[0], b) for b in range(6)) == pytest.approx(1)
+
+
+def test_of_a_long_text_the_beginning_is_counted(monkeypatch):
+    known, asked = np.array([0, 1] * 50 + [0, 2] * 50), np.array([0, 1, 0, 1, 0])
+    whole = learned_bigram(known, asked, 3)
+    monkeypatch.setattr(language, "COUNTED", 100)
+    assert learned_bigram(known, asked, 3) == learned_bigram(known[:100], asked, 3) < whole
+    assert learned_bigram(known[:100].astype(np.uint16), asked, 3) == learned_bigram(known[:100], asked, 3)
+
+
+def test_the_plateau_of_a_language_model_is_what_pairs_teach(tmp_path):
+    """A model that sees one word only cannot do better on this text than to know which one follows."""
+    rng = np.random.default_rng(0)
+    lines = (" ".join("abcdefgh"[i] for i in rng.integers(0, 8, 20)) for _ in range(400))
+    (tmp_path / "random.txt").write_text("\n".join(lines) + "\n")
+    words = small("lm-words", None, "source=file", f"path={tmp_path / 'random.txt'}")
+    words.load()
+    score, margin, what = words.plateau()
+    assert (margin, what) == (0.0, "bigram") and 7 < score < 9, "8 words that do not depend on each other, and <eos>"
+    (tmp_path / "books").mkdir()
+    for i in range(30):
+        (tmp_path / "books" / f"{i}.txt").write_bytes(b"abcd" * 200)
+    books = small("lm-books", None, "source=folder", f"path={tmp_path / 'books'}", "subwords=259")
+    books.load()
+    score, _, what = books.plateau()
+    assert what == "bigram" and score < 1.1 < 4 < books.baselines()["unigram"], "every letter determines the next"
 
 
 # ---- the cache ----

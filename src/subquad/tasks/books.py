@@ -31,7 +31,7 @@ from subquad.data.datasets import PackedDocuments, Windows
 from subquad.data.documents import LM1B, WIKI40B, Texts, drawn, one_billion_words, whole, wiki_40b
 from subquad.data.subwords import PAD, cached_tokenizer
 from subquad.tasks.base import Example, Splits
-from subquad.tasks.language import entropy
+from subquad.tasks.language import entropy, learned_bigram
 from subquad.tasks.recipe import Recipe
 from subquad.tasks.tokenized import TokenizedTask
 
@@ -108,7 +108,7 @@ class Books(TokenizedTask):
         if not self.has_tokenizer:
             self.tokenizer = cached_tokenizer(sample(parts[0].documents()), r.subwords, SPECIALS)
         found = [tokenised(part.source, part.documents, self.tokenizer, (BEGIN, END)) for part in parts]
-        self.test = found[2]
+        self.train, self.test = found[0], found[2]
         if r.pack:
             sizes = (r.train_size, r.eval_size, r.eval_size)
             return Splits(*(PackedDocuments(part.tokens, part.bounds, r.length, size, spread=True)
@@ -139,8 +139,15 @@ class Books(TokenizedTask):
         return {"vocab_size": self.tokenizer.get_vocab_size(), **ids}
 
     def baselines(self) -> dict[str, float]:
-        """Perplexity of the test tokens under their own frequencies: the best without context (after `load`)."""
-        return {"unigram": 2 ** entropy(self.test.tokens)}
+        """Perplexity of the test tokens under their own frequencies, the best without context, and under the pairs of
+        the training text (after `load`).
+        """
+        pairs = learned_bigram(self.train.tokens, self.test.tokens, self.vocabulary()["vocab_size"])
+        return {"unigram": 2 ** entropy(self.test.tokens), "bigram": 2**pairs}
+
+    def plateau(self) -> tuple[float, float, str]:
+        """A model that looks at one token only can learn the pairs of the training text."""
+        return self.baselines()["bigram"], 0.0, "bigram"
 
     def encode(self, text: str) -> Example:
         """The beginning of a document."""

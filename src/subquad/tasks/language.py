@@ -11,6 +11,7 @@ from subquad.data.datasets import PackedDocuments, Windows
 from subquad.tasks.base import Splits, Task
 from subquad.tasks.recipe import Recipe
 
+COUNTED = 50_000_000  # tokens whose pairs are counted
 Texts = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens of the training, validation and test text
 
 
@@ -42,6 +43,7 @@ class Language(Task):
     def load(self) -> Splits:
         r = self.recipe
         train, valid, test = self.texts()
+        self.train = train
         for part, text in zip(("training", "validation", "test"), (train, valid, test), strict=True):
             if len(text) < 2:
                 raise ValueError(f"{self.name}: the {part} text has {len(text)} tokens, and needs 2 at least")
@@ -90,6 +92,25 @@ def entropies(tokens: np.ndarray) -> tuple[float, float]:
     tokens = np.asarray(tokens, dtype=np.int64)  # (N,)
     pairs = tokens[:-1] * (tokens.max() + 1) + tokens[1:]
     return entropy(tokens), entropy(pairs) - entropy(tokens[:-1])
+
+
+def learned_bigram(known: np.ndarray, asked: np.ndarray, vocabulary: int) -> float:
+    """Bits per token of a text `asked` under the pairs of a text `known`: what a model that sees one token can learn.
+
+    p(b | a) = (count(ab) + T(a) p(b)) / (count(a) + T(a)), where T(a) different tokens follow a (Witten and Bell 1991)
+    and p(b) = (count(b) + 1) / (N + V). Of a long text the first `COUNTED` tokens are known.
+    """
+    known, asked = (np.asarray(text, np.int64) for text in (known[:COUNTED], asked))
+    alone = (np.bincount(known, minlength=vocabulary) + 1.0) / (len(known) + vocabulary)  # (V,)
+    pairs, counts = np.unique(known[:-1] * vocabulary + known[1:], return_counts=True)  # (P,), sorted
+    followed = np.bincount(known[:-1], minlength=vocabulary)
+    kinds = np.bincount(pairs // vocabulary, minlength=vocabulary)
+    before, after = asked[:-1], asked[1:]  # (M,)
+    wanted = before * vocabulary + after
+    places = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
+    seen = np.where(pairs[places] == wanted, counts[places], 0)
+    weight = np.where(kinds[before] > 0, kinds[before], 1)  # after a token that nothing follows: p(b)
+    return float(-np.log2((seen + weight * alone[after]) / (followed[before] + weight)).mean())
 
 
 def entropy(symbols: np.ndarray) -> float:

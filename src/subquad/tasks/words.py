@@ -22,7 +22,7 @@ from subquad.core.options import option
 from subquad.data.corpora import CORPORA, END, read_corpus, read_file
 from subquad.data.files import read_lines
 from subquad.tasks.base import Example
-from subquad.tasks.language import Language, LanguageRecipe, Texts, after
+from subquad.tasks.language import Language, LanguageRecipe, Texts, after, learned_bigram
 
 UNKNOWN = "<unk>"
 SAVED = "vocabulary.txt"  # beside a trained model, one word a line
@@ -74,6 +74,12 @@ class Words(Language):
         self._use([UNKNOWN, END, *frequent])
         train, valid, test = (np.fromiter(map(self._id, chain.from_iterable(part)), np.int32) for part in parts)
         return train, valid, test
+
+    def plateau(self) -> tuple[float, float, str]:
+        """A model that looks at one word only can learn the pairs of the training text. (The bigram of `baselines` is
+        that of the test text itself, far below.)
+        """
+        return 2 ** learned_bigram(self.train, self.test, len(self.words)), 0.0, "bigram"
 
     def bounds(self, text: np.ndarray) -> np.ndarray:
         """A document is a line, which ends in <eos>: a sentence of the Penn Treebank, a paragraph of WikiText."""
