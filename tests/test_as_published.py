@@ -78,7 +78,7 @@ def test_classification_heads_of_two_layers():
     assert mlp(input_ids=torch.ones(2, 4).long(), labels=torch.tensor([0, 2])).loss.isfinite()
     with pytest.raises(ValueError, match="classifier must be one of linear, mlp, not 'cnn'"):
         config(classifier="cnn")
-    for name in ("listops", "text", "image", "pathfinder"):
+    for name in ("listops", "text", "retrieval", "image", "pathfinder"):
         assert {task(name, recipe).recipe.classifier for recipe in ("paper", "cst")} == {"mlp"}
         recipe = task(name, "cst").recipe
         assert (recipe.layers, recipe.heads, recipe.width, recipe.decay, recipe.schedule) == (2, 4, 256, 0.0, "linear")

@@ -260,6 +260,14 @@ def pair_model(attention: str = "full", **keys) -> torch.nn.Module:
     return HEADS["pair"](config).eval()
 
 
+@pytest.mark.parametrize(("classifier", "hidden"), [("linear", [24, 12]), ("mlp", [24])])
+def test_the_pair_head_has_the_arenas_hidden_layers_or_one(classifier, hidden):
+    """Tay et al. 2021 have two, Xiong et al. 2021, whose set-up SBM and Composite Slice follow, one."""
+    layers = [each for each in pair_model(classifier=classifier).classifier if isinstance(each, torch.nn.Linear)]
+    assert [each.in_features for each in layers] == [64, *hidden]
+    assert [each.out_features for each in layers] == [*hidden, 2]
+
+
 def test_the_pair_head_compares_two_separate_encodings():
     model = pair_model()
     first, second = torch.randint(1, 40, (3, 9)), torch.randint(1, 40, (3, 12))

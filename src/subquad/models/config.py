@@ -26,7 +26,8 @@ class SubquadConfig(PreTrainedConfig):
     published becomes what the mechanism's paper has, own or learned; rotary-or-published becomes rotary, or published
     where a mechanism works on tokens. `mlp`: a feed-forward layer in every block, or only in the last one (Yun et al.
     2020, section 5.1). `classifier`: the head of sequence classification is one
-    linear map, or two with a ReLU between them and `intermediate_size` units (Xiong et al. 2021; Lee et al. 2023).
+    linear map, or two with a ReLU between them and `intermediate_size` units (Xiong et al. 2021; Lee et al. 2023). For
+    pairs of sequences linear means three maps with ReLU (Tay et al. 2021), mlp two as before.
     `cols` says that the sequence is a picture with rows of so many tokens; mechanisms on a grid take it from here.
     `num_key_value_heads` is the number of heads of keys and values (fewer than `num_attention_heads`: grouped-query
     attention) and `head_dim` the width of a head; by default as many as query heads, and hidden_size / heads.

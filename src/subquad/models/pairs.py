@@ -1,7 +1,7 @@
 """Two texts, one answer: a dual encoder, as the Long Range Arena has it for Retrieval (Tay et al. 2021).
 
     u, v = pooled states of the two texts, from one backbone, each coordinate normalised over all texts
-    logits = MLP([u, v, u · v, u - v])
+    logits = MLP([u, v, u · v, u - v])    two hidden layers there, one in Xiong et al. 2021 (`classifier="mlp"`)
 
 The texts meet only after pooling. Both go through the backbone as one batch, so that what a mechanism counts in a
 call (the density of SBM layers, for instance) covers both. The normalisation (BatchNorm without parameters) is ours:
@@ -24,10 +24,11 @@ from subquad.models.outputs import Scores, returns_output
 
 
 class PairClassifier(Glorot):
-    """Two hidden layers with ReLU, as the Arena's: (B, 4D) → (B, labels)."""
+    """(B, 4D) → (B, labels), with ReLU: the Arena's two hidden layers, or one with `classifier="mlp"`."""
 
     def __init__(self, config: SubquadConfig) -> None:
-        widths = (4 * config.hidden_size, config.intermediate_size, max(config.intermediate_size // 2, 1))
+        hidden = (config.intermediate_size, max(config.intermediate_size // 2, 1))
+        widths = (4 * config.hidden_size, *hidden[: 1 if config.classifier == "mlp" else 2])
         layers: list[nn.Module] = [nn.Dropout(config.dropout)]
         for before, after in zip(widths, (*widths[1:], config.num_labels), strict=True):
             layers += [nn.Linear(before, after), nn.ReLU()]

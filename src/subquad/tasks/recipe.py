@@ -27,7 +27,9 @@ class Recipe(Checked):
     )
     norm: Literal["pre", "post"] = option("pre", "where blocks are normalised")
     pooling: Literal["mean", "cls"] = option("mean", "how a sequence becomes one vector")
-    classifier: Literal["linear", "mlp"] = option("linear", "head of sequence classification: one linear map, or two")
+    classifier: Literal["linear", "mlp"] = option(
+        "linear", "head of sequence classification: one linear map, or two; of pairs: three, or two"
+    )
     mlp: Literal["every", "last"] = option("every", "which layers have a feed-forward layer")
     dropout: float = option(0.0, "dropout of the model", ge=0, lt=1)
     attention_dropout: float = option(0.0, "dropout of the attention weights", ge=0, lt=1)

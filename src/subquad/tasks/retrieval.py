@@ -71,6 +71,7 @@ class Retrieval(ByteTask):
         "paper": RetrievalRecipe(
             length=4000, width=64, layers=2, heads=2, feedforward=128, dropout=0.1, attention_dropout=0.1,
             steps=30000, batch=32, rate=1e-4, warmup=800, schedule="linear", decay=0.0, evaluate=300,
+            classifier="mlp",
         ),
         "cst": RetrievalRecipe(length=4000, **{**CST, "rate": 1e-4}, steps=30000, batch=32, warmup=800, evaluate=300),
     }  # fmt: skip
