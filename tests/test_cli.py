@@ -364,7 +364,7 @@ AT_ONCE = ("--help", "list", "--version", "", "list --json", "tasks", "lst", "--
            "reproduce sbm-table-3 --rates x", "convert /nowhere --attention combiner-window -o new",
            "perplexity /nowhere --text none", "adapt /nowhere --text none -o new", "passkey /nowhere",
            "study", "study speed --minutes x", "study speed --write nowhere.md", "study conversion /nowhere --text x",
-           "study gpu-build --targets sm_1", "study gpu-time fixd", "study gpu-time --n x", "study copying --nothing",
+           "study gpu-build --targets sm_1", "study gpu-time fixd", "study gpu-time --n x", "study sbm-cost --nothing",
            "study fidelity --png a.xyz", "study processes --parts some", "study repeated-tokens --set stpes=3",
            "study sbm-cost --degree 0", "study slice-rank --png nowhere/a.png", "study advice --json /nowhere/x.json",
            "reproduce combiner-table-1 --data /nowhere", "reproduce combiner-table-4", "reproduce sbm-table-7",
@@ -375,7 +375,7 @@ AT_ONCE = ("--help", "list", "--version", "", "list --json", "tasks", "lst", "--
            "train listops --set max_length=500", "train pathfinder --set length=100", "train image --set colour=rgb",
            "train translation --set target=en", "plot pattern -o out.png", "train needle --attention pattern",
            "compare needle --attention full,pattern", "train needle --out /proc/none",
-           "study copying --out /proc/none")  # fmt: skip
+           "study repeated-tokens --out /proc/none")  # fmt: skip
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:

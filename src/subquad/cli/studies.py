@@ -103,18 +103,6 @@ def conversion(
     show(model, texts, folder, attention or [], adapted or [], n, start, lengths, hidden, tries)
 
 
-def copying(
-    out: Runs = Path("out/copying"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 1000,
-    depth: Annotated[int, typer.Option(min=1, help="Largest number of layers.")] = 3,
-) -> None:
-    """Accuracy on the copying task for 1, 2, … layers of full, STRIDED and FIXED attention (table 1 of Yun et al.)."""
-    check_out(out)
-    from subquad.studies.copying import show
-
-    show(out, steps, depth)
-
-
 def fidelity(
     n: Annotated[int, typer.Option("--n", min=16, help="Length of the sequences.")] = 256,
     causal: Annotated[bool, typer.Option(help="Causal or bidirectional attention.")] = True,
@@ -288,7 +276,7 @@ def speed(
 STUDIES: dict[str, Callable[..., Any]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        advice, combiner_cost, conversion, copying, fidelity, gpu_build, gpu_time, pathfinder_sheet, processes,
+        advice, combiner_cost, conversion, fidelity, gpu_build, gpu_time, pathfinder_sheet, processes,
         repeated_tokens, sbm_cost, sbm_pictures, sequence_scaling, slice_cost, slice_rank, speed,
     )
 }  # fmt: skip
