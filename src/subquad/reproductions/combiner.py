@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from subquad.reproductions.declare import (
     AVERAGE,
-    BOOKS,
     SCORED,
     SMALL_ARENA,
     Claim,
@@ -39,7 +38,7 @@ def at(length: str, name: str, spec: str, small: Mapping[str, tuple[str, ...]]) 
 SHORT = {"2k": half_overlapping(256, SCORED), "8k": half_overlapping(1024, SCORED)}
 WIKI = Column(
     "Perplexity", "lm-books",
-    Scale("small", ("source=pg19", *BOOKS)), Scale("wiki40b"),
+    Scale("small", ("source=pg19",)), Scale("wiki40b"),
 )  # fmt: skip
 C4 = Column("Perplexity", "mlm", Scale("small", ("positions=learned", "initial=0.1")), Scale("c4"))
 MLM_SHORT = {"2k": ("length=64", "eval_size=1600"), "8k": ("length=128", "eval_size=800")}  # as many tokens

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from subquad.reproductions.declare import (
     AVERAGE,
-    BOOKS,
     SCORED,
     SMALL_ARENA,
     Claim,
@@ -160,7 +159,7 @@ TABLE_8 = Reproduction(
 )  # fmt: skip
 TABLE_9 = Reproduction(
     "composite-slice-table-9", "Lee et al. 2023, table 9", "books of PG-19 at the same cost of attention",
-    columns=(Column("perplexity", "lm-books", Scale("small", BOOKS), Scale("paper")),),
+    columns=(Column("perplexity", "lm-books", paper=Scale("paper")),),
     methods=(
         Method("Transformer, N", "full", half_overlapping(64, SCORED), half_overlapping(256)),
         replace(

@@ -164,8 +164,7 @@ def half_overlapping(length: int, scored: int | None = None) -> tuple[str, ...]:
     return f"length={length}", f"stride={step}", *(() if scored is None else (f"eval_size={scored // step}",))
 
 
-BOOKS = ("steps=1200", "evaluate=300")  # in the scaled-down version
-SCORED = 61_440  # tokens of them
+SCORED = 61_440  # tokens of books, in the scaled-down version
 
 
 def limited(reproduction: Reproduction, methods: Sequence[str], columns: Sequence[str]) -> Reproduction:

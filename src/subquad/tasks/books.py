@@ -86,8 +86,8 @@ class Books(TokenizedTask):
     sources = {"pg19": PG19, "lm1b": LM1B, "wiki40b": WIKI40B}
     recipes = {
         "small": BooksRecipe(
-            length=512, width=128, layers=2, heads=4, feedforward=512, subwords=259, steps=600, batch=8, rate=3e-3,
-            warmup=30, initial=0.1, evaluate=150, eval_size=120, stride=256,
+            length=256, width=128, layers=2, heads=4, feedforward=512, subwords=259, steps=1200, batch=8, rate=3e-3,
+            warmup=30, initial=0.1, evaluate=300, eval_size=240, stride=128,
         ),
         "paper": BooksRecipe(
             length=1024, width=768, layers=12, heads=12, feedforward=3072, dropout=0.1, attention_dropout=0.1,
