@@ -132,6 +132,8 @@ def _load(path: Path) -> Any:
     except (ValueError, EOFError):  # of json and numpy, which do not name the file
         form = "a .npy file with a mask" if path.suffix == ".npy" else "JSON, with n (or p × n) lists of key positions"
         raise ValueError(f"--sets {path} cannot be read: it must be {form}") from None
+    except OSError as error:
+        raise ValueError(f"--sets {path}: {error.strerror or error}") from None
 
 
 def _map(name: str | None, options: dict[str, str], sets: Path | None) -> tuple[Any, dict[str, str]]:

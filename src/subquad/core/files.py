@@ -36,6 +36,8 @@ def check_picture(path: Path | None, option: str) -> None:
         raise ValueError(f"{option} must be a file, and {path} is a folder")
     if path is not None and path.suffix.lower() not in PICTURES:
         raise ValueError(f"{option} must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}, not in {path.name!r}")
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{option}: the folder {path.parent} does not exist")
     check_writable(path)
 
 
