@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from subquad.core.spoken import argument
 from subquad.reproductions import PAPERS, REPRODUCTIONS
 from subquad.reproductions.curves import draw_curves, has_curves, picture
 from subquad.reproductions.declare import Reproduction
@@ -22,7 +23,10 @@ SIGNS = {"agrees": "✓", "contradicts": "✗", "open": "~", "missing": "–"}
 def write_pages(docs: Path) -> list[Path]:
     """The part between the marks, and the figures of measured curves."""
     page = docs / PAGE
-    text = page.read_text() if page.exists() else ""
+    if not page.is_file():
+        what = f"{docs} has no {PAGE}" if docs.is_dir() else f"{docs} does not exist"
+        raise ValueError(f"{argument('pages')}: the folder {what}")
+    text = page.read_text()
     if BEGIN not in text or END not in text:
         raise ValueError(f"{page} has no part between {BEGIN} and {END} to write")
     results = read_results(docs / RESULTS)
