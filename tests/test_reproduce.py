@@ -596,11 +596,28 @@ def test_the_command_lists_everything():
         ("sbm-figure-4 --rates fast", "--rates must be comma-separated positive numbers, such as 3e-3,1e-3, not 'f"),
         ("sbm-figure-5", "has no finished run of SBM-Transformer: run `subquad reproduce sbm-table-1"),
         ("combiner-table-1 --column CIFAR-10 --data nowhere", "--data: the folder nowhere does not exist"),
-        ("--pages nowhere", "nowhere/experiments.md has no part between"),
+        ("--pages nowhere", "--pages: the folder nowhere does not exist"),
+        ("--pages empty", "--pages: the folder empty has no experiments.md"),
+        ("--pages other", "other/experiments.md has no part between"),
+        ("sbm-figure-4 --results a-file", "--results must be a folder, and a-file is a file"),
+        ("sbm-figure-4 --results other", "other/sbm-figure-4.json is not a result of `subquad reproduce sbm-figure-4`: "),
+        ("sparse-table-1 --results other", "other/sparse-table-1.json is not a result of `subquad reproduce sparse-ta"),
+        ("sbm-table-5 --results other", "other/sbm-table-5.json is not a result of `subquad reproduce sbm-table-5`: "),
+        ("sbm-table-6 --results other", "other/sbm-table-6.json is not a result of `subquad reproduce sbm-table-6`: "),
     ],
 )
 def test_bad_input_is_one_clear_line(line, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(comparing, "run_one", lambda *run: pytest.fail("nothing may be trained"))
+    monkeypatch.setattr(measures, "_measured", lambda *given: pytest.fail("nothing may be measured"))
+    for folder in ("empty", "other"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a-file").touch()
+    (tmp_path / "other" / "experiments.md").touch()
+    alien = {"sbm-figure-4": {"a": 1}, "sparse-table-1": {}, "sbm-table-5": {"ours": {}, "rates": []},
+             "sbm-table-6": {"key": "sbm-table-5", "scale": "small", "rates": [], "ours": {}, "methods": {}}}  # fmt: skip
+    for key, content in alien.items():
+        (tmp_path / "other" / f"{key}.json").write_text(json.dumps(content))
     result = CliRunner().invoke(app, ["reproduce", *line.split()])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and message in result.stderr
 

@@ -90,7 +90,9 @@ def reproduce(
         raise typer.BadParameter(f"--recipe must be one of {', '.join(SCALES)}, not {recipe!r}")
     chosen = limited(find(name), method or (), column or ())
     bracket = None if rates is None else () if rates == "none" else parse_rates(rates)
+    results = results or folder / "results"
     check_out(folder)
+    check_out(results, "results")
     check_possible(chosen, recipe)
     _check_data(chosen, recipe, data)
     from subquad.training.start import quiet
@@ -99,9 +101,9 @@ def reproduce(
     from subquad.reproductions.earlier import read_earlier
     from subquad.reproductions.runner import Plan
 
-    results = results or folder / "results"
-    earlier = read_earlier(results, chosen.key, recipe) if chosen.kind == "trained" else {}
-    _run(Plan(chosen, folder, recipe, seeds, bracket, data, earlier, jobs, results), results)
+    earlier = read_earlier(results, chosen.key, recipe)
+    before = earlier if chosen.kind == "trained" else {}  # what is measured is written anew
+    _run(Plan(chosen, folder, recipe, seeds, bracket, data, before, jobs, results), results)
 
 
 def _check_data(chosen: Reproduction, recipe: str, data: Path | None) -> None:

@@ -30,9 +30,15 @@ def file_name(key: str, scale: str) -> str:
 
 
 def read_earlier(folder: Path, key: str, scale: str) -> dict[str, Any]:
-    """The result in this folder, {} if there is none."""
+    """The result in this folder, {} if there is none. What is something else is refused: it would be overwritten."""
     path = folder / file_name(key, scale)
-    return log.read_json(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    found = log.read_json(path)
+    about = (found.get("key"), found.get("scale"), *(type(found.get(name)) for name in ("rates", "methods", "ours")))
+    if about != (key, scale, list, dict, dict):
+        raise ValueError(f"{path} is not a result of `subquad reproduce {key}`: choose another {argument('results')}")
+    return found
 
 
 def setting(comparison: Comparison) -> str:

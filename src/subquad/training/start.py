@@ -34,10 +34,10 @@ def check_start(out: Path, *, resume: bool, overwrite: bool) -> None:
         )
 
 
-def check_out(out: Path) -> None:
-    """Refuse what is no folder and cannot become one. Leaves no trace."""
+def check_out(out: Path, name: str = "out") -> None:
+    """Refuse what is no folder and cannot become one. Leaves no trace. `name` is what the argument is called."""
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{argument('out')} must be a folder, and {out} is a file")
+        raise ValueError(f"{argument(name)} must be a folder, and {out} is a file")
     new = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
