@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import subquad
 from subquad.cli import app
+from subquad.cli import reproduce as command
 from subquad.core.options import split_spec
 from subquad.reproductions import REPRODUCTIONS, curves, drawings, find, measures, pages, runner, sparse, verdict
 from subquad.reproductions.averages import add_averages
@@ -579,6 +581,14 @@ def test_rates_are_written_as_one_would():
 # ---- the command and the pages ---------------------------------------------------------------------------------------
 
 
+def test_what_is_not_trained_takes_options_that_exist():
+    names = set(inspect.signature(command.reproduce).parameters)
+    assert {name for options, _ in command.TAKES.values() for name in options} < names
+    assert {each.kind for each in ALL} - set(command.TAKES) == {"trained", "same", "stated"}
+    drawn = {each.key for each in ALL if each.function.startswith("subquad.reproductions.sbm_trained:")}
+    assert drawn == {"sbm-figure-5", "sbm-figure-7", "sbm-figure-8"}
+
+
 def test_the_command_lists_everything():
     result = CliRunner().invoke(app, ["reproduce"])
     assert result.exit_code == 0 and all(key in result.stdout for key in REPRODUCTIONS)
@@ -596,11 +606,28 @@ def test_the_command_lists_everything():
         ("sbm-figure-4 --rates fast", "--rates must be comma-separated positive numbers, such as 3e-3,1e-3, not 'f"),
         ("sbm-figure-5", "has no finished run of SBM-Transformer: run `subquad reproduce sbm-table-1"),
         ("combiner-table-1 --column CIFAR-10 --data nowhere", "--data: the folder nowhere does not exist"),
+        ("--seeds 3", "NAME is missing: the table or figure that --seeds is for"),
+        ("--jobs 2", "NAME is missing: the table or figure that --jobs is for"),
+        ("--recipe paper", "NAME is missing: the table or figure that --recipe is for"),
+        ("--out runs", "NAME is missing: the table or figure that --out is for"),
+        ("--rates 1e-3 --data x", "NAME is missing: the table or figure that --rates and --data are for"),
+        ("sbm-table-1 --pages empty", "--pages runs nothing: leave out sbm-table-1"),
+        ("--pages empty --seeds 3 --out x", "--pages runs nothing: leave out --seeds and --out"),
+        ("sbm-table-7 --seeds 3", "has nothing to run (hyperparameters): they are the recipes"),
+        ("sbm-table-5 --seeds 3", "sbm-table-5 is counted and measured, not trained: leave out --seeds"),
+        ("sbm-table-5 --recipe paper --rates 1e-3", "and measured, not trained: leave out --recipe and --rates"),
+        ("sbm-table-5 --data . --jobs 2", "is counted and measured, not trained: leave out --jobs and --data"),
+        ("sbm-figure-6 --recipe paper", "sbm-figure-6 is drawn, and nothing is trained for it: leave out --recipe"),
+        ("sbm-figure-6 --method x --results y", "is drawn, and nothing is trained for it: leave out --method and --re"),
+        ("sbm-figure-5 --rates 1e-3 --jobs 2", "drawn from runs that are finished: leave out --rates and --jobs"),
+        ("sbm-figure-7 --seeds 3", "sbm-figure-7 is drawn from runs that are finished: leave out --seeds"),
+        ("sbm-figure-7 --recipe paper --data empty --out x", "x has no finished run of SBM-Transformer on Pathfinder"),
+        ("sbm-table-5 --method Mamba", "sbm-table-5 has no method 'Mamba'; it has Algorithm 1"),
         ("--pages nowhere", "--pages: the folder nowhere does not exist"),
         ("--pages empty", "--pages: the folder empty has no experiments.md"),
         ("--pages other", "other/experiments.md has no part between"),
         ("sbm-figure-4 --results a-file", "--results must be a folder, and a-file is a file"),
-        ("sbm-figure-4 --results other", "other/sbm-figure-4.json is not a result of `subquad reproduce sbm-figure-4`: "),
+        ("sbm-figure-4 --results other", "other/sbm-figure-4.json is not a result of `subquad reproduce sbm-figure"),
         ("sparse-table-1 --results other", "other/sparse-table-1.json is not a result of `subquad reproduce sparse-ta"),
         ("sbm-table-5 --results other", "other/sbm-table-5.json is not a result of `subquad reproduce sbm-table-5`: "),
         ("sbm-table-6 --results other", "other/sbm-table-6.json is not a result of `subquad reproduce sbm-table-6`: "),
@@ -614,8 +641,8 @@ def test_bad_input_is_one_clear_line(line, message, tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
     (tmp_path / "a-file").touch()
     (tmp_path / "other" / "experiments.md").touch()
-    alien = {"sbm-figure-4": {"a": 1}, "sparse-table-1": {}, "sbm-table-5": {"ours": {}, "rates": []},
-             "sbm-table-6": {"key": "sbm-table-5", "scale": "small", "rates": [], "ours": {}, "methods": {}}}  # fmt: skip
+    other = {"key": "sbm-table-5", "scale": "small", "rates": [], "ours": {}, "methods": {}}
+    alien = {"sbm-figure-4": {"a": 1}, "sparse-table-1": {}, "sbm-table-5": {**other, "ours": 1}, "sbm-table-6": other}
     for key, content in alien.items():
         (tmp_path / "other" / f"{key}.json").write_text(json.dumps(content))
     result = CliRunner().invoke(app, ["reproduce", *line.split()])

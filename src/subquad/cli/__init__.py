@@ -97,6 +97,19 @@ def name_values(param: Any) -> Any:
     return param
 
 
+def given(context: typer.Context) -> dict[str, str]:
+    """What the command line has, by the name of the parameter: its flag, or the value of an argument.
+
+    Sources are told by their names: typer may bring its own copy of click, whose enumeration is another one.
+    """
+    sources = {param: context.get_parameter_source(param.name or "") for param in context.command.params}
+    there = [param for param, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return {
+        str(param.name): str(context.params[param.name]) if param.param_type_name == "argument" else param.opts[0]
+        for param in there
+    }
+
+
 class Command(PlainHelp, TyperCommand):
     pass
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from subquad.attention.registry import check_direction, check_name
+from subquad.cli import given
 from subquad.core.files import check_picture, check_writable
 from subquad.core.numbers import parse_lengths
 
@@ -168,14 +169,14 @@ def bench(
 
 def refuse_what_does_not_go_together(context: typer.Context) -> str | None:
     """The measurement of its own that was asked for, None for the ordinary one. A flag it would ignore is an error."""
-    given = [name for name in context.params if _was_given(context, name)]
-    special = [name for name in TAKES if name in given]
+    flags = given(context)
+    special = [name for name in TAKES if name in flags]
     if len(special) > 1:
         raise typer.BadParameter(
             f"{_flag(special[0])} and {_flag(special[1])} are measurements of their own: choose one"
         )
     kind = special[0] if special else None
-    for name in given:
+    for name in flags:
         if name in OWN and kind != OWN[name]:
             raise typer.BadParameter(f"{_flag(name)} needs {_flag(OWN[name])}")
         if kind is not None and name != kind and name not in TAKES[kind]:
@@ -209,12 +210,6 @@ def _check_shares(processes: str | None, lengths: list[int]) -> list[int]:
     if shares[-1] > lengths[0]:
         raise typer.BadParameter(f"{shares[-1]} processes cannot share {lengths[0]} tokens")
     return shares
-
-
-def _was_given(context: typer.Context, name: str) -> bool:
-    """By the name of its source: typer may bring its own copy of click, whose enumeration is another one."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _flag(name: str) -> str:

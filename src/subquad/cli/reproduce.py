@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from subquad.cli import given
 from subquad.cli.compare import Jobs
 from subquad.cli.tables import show_table
 from subquad.cli.train import Data
@@ -26,6 +28,11 @@ WORDS = {
     "same": "repeats another",
     "stated": "nothing to run",
 }
+TAKES = {  # what is not trained: the options that it reads, and why there are no others
+    "measured": (("method", "column", "folder", "results"), "is counted and measured, not trained"),
+    "drawn": (("folder",), "is drawn, and nothing is trained for it"),
+    "sbm_trained": (("recipe", "folder", "data"), "is drawn from runs that are finished"),  # in that module
+}
 
 
 def add_to(app: typer.Typer) -> None:
@@ -33,6 +40,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def reproduce(
+    context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="A table or figure; without a name they are listed.")] = None,
     recipe: Annotated[
         str, typer.Option(help="small: scaled down for a laptop; paper: the size of the paper.")
@@ -78,22 +86,26 @@ def reproduce(
     result shows our numbers next to the paper's, the order of the methods in both, and every claim of the paper:
     whether it holds, fails, or cannot be decided within the spread of the seeds.
     """
-    if pages is not None and name is not None:
-        raise typer.BadParameter(f"--pages runs nothing: leave out {name}")
+    options = given(context)
     if pages is not None:
+        _refuse(options, ("pages",), "--pages runs nothing")
         return _write_pages(pages)
     if name is None:
-        if method or column or rates or results:
-            raise typer.BadParameter("NAME is missing: the table or figure that these options are for")
+        if options:
+            are = "is" if len(options) == 1 else "are"
+            missing = f"NAME is missing: the table or figure that {' and '.join(options.values())} {are} for"
+            raise typer.BadParameter(missing)
         return _list()
     if recipe not in SCALES:
         raise typer.BadParameter(f"--recipe must be one of {', '.join(SCALES)}, not {recipe!r}")
-    chosen = limited(find(name), method or (), column or ())
+    whole = find(name)
+    check_possible(whole, recipe)
+    _check_options(whole, options)
+    chosen = limited(whole, method or (), column or ())
     bracket = None if rates is None else () if rates == "none" else parse_rates(rates)
     results = results or folder / "results"
     check_out(folder)
     check_out(results, "results")
-    check_possible(chosen, recipe)
     _check_data(chosen, recipe, data)
     from subquad.training.start import quiet
 
@@ -104,6 +116,21 @@ def reproduce(
     earlier = read_earlier(results, chosen.key, recipe)
     before = earlier if chosen.kind == "trained" else {}  # what is measured is written anew
     _run(Plan(chosen, folder, recipe, seeds, bracket, data, before, jobs, results), results)
+
+
+def _check_options(whole: Reproduction, options: dict[str, str]) -> None:
+    """Refuse what a table or figure that is not trained would ignore."""
+    module = whole.function.partition(":")[0].split(".")[-1]
+    kind = module if module in TAKES else whole.kind
+    if kind in TAKES:
+        known, why = TAKES[kind]
+        _refuse(options, ("name", *known), f"{whole.key} {why}")
+
+
+def _refuse(options: dict[str, str], known: Sequence[str], why: str) -> None:
+    """Refuse the options (by parameter: the flag) that are not known."""
+    if flags := [flag for name, flag in options.items() if name not in known]:
+        raise typer.BadParameter(f"{why}: leave out {' and '.join(flags)}")
 
 
 def _check_data(chosen: Reproduction, recipe: str, data: Path | None) -> None:
