@@ -16,6 +16,7 @@ from subquad.core.spoken import again, argument, command_line, given
 from subquad.experiments import _reach
 from subquad.tasks.needle import Needle
 from subquad.training.compare import Comparison
+from subquad.training.processes import to_resume
 from training_runs import TINY, one_thread  # noqa: F401  (a fixture)
 
 SMALL = dict(text.split("=") for text in TINY) | {"steps": 2, "evaluate": 1}
@@ -151,6 +152,13 @@ def test_public_names_are_found():
     assert subquad.training.load.__name__ == "load"
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         subquad.training.lode  # noqa: B018
+
+
+def test_a_process_of_a_comparison_says_how_that_is_resumed(monkeypatch):
+    assert to_resume() == "make the same call again with resume=True to continue"
+    monkeypatch.setenv(child.AGAIN, "make the same call again")
+    with command_line():
+        assert to_resume() == "make the same call again to continue"
 
 
 def test_processes_that_belong_together_tell_a_thing_once(monkeypatch, tmp_path):

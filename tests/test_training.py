@@ -27,6 +27,7 @@ from subquad.attention.registry import available, mechanism
 from subquad.cli import app
 from subquad.core import child
 from subquad.core.options import split_list
+from subquad.core.spoken import command_line
 from subquad.models import HEADS, SubquadConfig
 from subquad.models.pairs import GlobalBatchNorm
 from subquad.tasks import task
@@ -397,6 +398,33 @@ def test_runs_at_a_time_end_together(tmp_path, monkeypatch, end):
         comparing.compare(whole)
     assert codes == {"full": 130} and not whole.children.alive
     assert (tmp_path / "comparison.json").exists() and not list(tmp_path.glob("*/seed0/error.txt"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_run_that_is_stopped_says_how_its_comparison_is_resumed(tmp_path, monkeypatch, capfd, inside):
+    """A comparison has no argument `resume`: it resumes its runs by itself."""
+    whole = several(tmp_path, 1)
+    whole.inside = inside
+    compute_loss = RunTrainer.compute_loss
+
+    def stop(self, *given, **more):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return compute_loss(self, *given, **more)
+
+    def run(comparison, attention, seed, rate):
+        for name, value in comparison.environment.items():
+            monkeypatch.setenv(name, value)
+        with command_line(), pytest.raises(Interrupted):  # as in a process of its own
+            train(tiny(comparison.folder(attention, seed, rate)))
+        return 130
+
+    monkeypatch.setattr(RunTrainer, "compute_loss", stop)
+    monkeypatch.setattr(comparing, "run_one", run)
+    prepare(whole, overwrite=False)
+    with pytest.raises(KeyboardInterrupt):
+        comparing.compare(whole)
+    said = capfd.readouterr().err
+    assert "; make the same call again to continue" in said and "resume" not in said
 
 
 def test_runs_share_the_cores_and_the_terminal(monkeypatch, capsys):

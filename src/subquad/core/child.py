@@ -11,6 +11,7 @@ import sys
 
 IMPORTS = "SUBQUAD_IMPORT"  # modules that processes of ours import first, comma-separated
 TOLD = "SUBQUAD_TOLD"  # a folder in which processes of ours note what one of them has told the user
+AGAIN = "SUBQUAD_AGAIN"  # how what has started a process of ours is resumed, in words
 LINES = "SUBQUAD_LINES"  # set: progress is printed in lines, because processes of ours share the terminal
 
 # Before the path is clean only modules are imported that were loaded when the interpreter started. What comes before

@@ -20,15 +20,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from subquad.core.child import TOLD, command
+from subquad.core.child import AGAIN, TOLD, command
 from subquad.core.files import write_atomically
 from subquad.core.options import split_spec
-from subquad.core.spoken import argument, given
+from subquad.core.spoken import again, argument, given
 from subquad.tasks import task as make_task
 from subquad.tasks.guessing import Plateau, find_plateau, guess, left_at
 from subquad.training import log, speed
 from subquad.training.children import Children, Here, shares
 from subquad.training.lock import holder, locked, refusal
+from subquad.training.processes import part_of_a_comparison
 from subquad.training.rates import choose
 from subquad.training.run import Interrupted, Run, check_specs, make_arguments, slug, train, versions, was
 from subquad.training.run import clear as clear_run
@@ -188,7 +189,7 @@ def _runs(out: Path) -> list[Path]:
 def compare(comparison: Comparison, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Train what is not yet trained; returns what comparison.json holds. Ctrl-C leaves everything resumable."""
     with locked(comparison.out), tempfile.TemporaryDirectory() as told:
-        comparison.environment |= {TOLD: told, **shares(comparison.jobs)}
+        comparison.environment |= {TOLD: told, AGAIN: again(), **shares(comparison.jobs)}
         run_all(comparison, tell)
         write(comparison)
         if comparison.timed:
@@ -303,7 +304,8 @@ def run_inside(comparison: Comparison, attention: str, seed: int, rate: str | No
         settings = comparison.settings_of(attention, rate)
         task = make_task(comparison.task, comparison.recipe, settings, comparison.data, seed)
         run = Run(task, attention.split("|"), folder, comparison.recipe, seed, comparison.command)
-        train(run, resume=(folder / "run.json").exists())
+        with part_of_a_comparison():
+            train(run, resume=(folder / "run.json").exists())
     except Interrupted:
         return 130
     except Exception as error:  # the other attentions go on

@@ -5,16 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
 
+from subquad.core.child import AGAIN
 from subquad.core.spoken import again
 from subquad.distributed.groups import Members
 
+_part: ContextVar[str] = ContextVar("how the comparison is resumed that a run in this process is part of", default="")
+
+
+@contextlib.contextmanager
+def part_of_a_comparison() -> Iterator[None]:
+    """Inside, a run is resumed as its comparison is, which has no argument `resume`."""
+    token = _part.set(again())
+    try:
+        yield
+    finally:
+        _part.reset(token)
+
 
 def to_resume() -> str:
-    return f"{again('resume')} to continue"
+    """How a run that has stopped goes on, in the words of the command or call that has started it."""
+    return f"{_part.get() or os.environ.get(AGAIN) or again('resume')} to continue"
 
 
 def world_size() -> int:
