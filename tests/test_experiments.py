@@ -140,7 +140,9 @@ def test_no_setting_has_the_name_of_an_argument():
 def test_messages_speak_as_their_reader_does():
     assert (argument("out"), given("resume"), given("seeds", 3)) == ("`out`", "resume=True", "seeds=3")
     assert again("resume") == "make the same call again with resume=True"
+    assert given("rates", ("3e-3", "1e-3")) == "rates=[3e-3, 1e-3]"
     with command_line():
+        assert given("rates", ("3e-3", "1e-3")) == "--rates 3e-3,1e-3"
         assert (argument("out"), given("resume"), given("seeds", 3)) == ("--out", "--resume", "--seeds 3")
         assert again() == "run the same command again"
     assert argument("out") == "`out`"

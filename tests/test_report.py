@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from subquad.core.spoken import command_line
 from subquad.models import HEADS, SubquadConfig
 from subquad.reports import charts, curves, findings
 from subquad.reports.pictures import trained_weights
@@ -256,6 +257,19 @@ def test_advice_fits_what_has_happened():
     text = findings.caution({**plain, "rows": stuck, "plateau": {"score": 0.25, "margin": 0.1, "what": "guessing"}})
     assert "seeds=" not in text and "full and star are still on the plateau" in text
     assert "no better than guessing" in text and "steps" in text
+
+
+def test_one_learning_rate_for_several_attentions_is_doubted():
+    full, star = make_row("full", [0.9], 1.0, []), make_row("star", [0.8], 0.5, [])
+    plain = {**make_comparison([full, star]), "rates": []}
+    said = "All have the same learning rate, which may suit one better than another: "
+    assert f"{said}rates=[3e-3, 1e-3] gives each its best." in findings.caution(plain)
+    with command_line():
+        assert f"{said}--rates 3e-3,1e-3 gives each its best." in findings.caution(plain)
+    assert said in findings.caution({**plain, "rates": ["1e-3"]})
+    assert "learning rate" not in findings.caution({**plain, "rates": ["3e-3", "1e-3"]})
+    for rows in ([full], [full, make_row("star", [], None, [])]):
+        assert "learning rate" not in findings.caution({**plain, "rows": rows}), "there is nothing to compare"
 
 
 def test_no_speed_is_claimed_from_a_busy_machine(tmp_path):

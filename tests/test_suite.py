@@ -101,6 +101,15 @@ def test_the_plateau_is_marked_and_counts():
     assert "* A run is still on the plateau, no better than guessing: star on text." in suites.caution(suite)
 
 
+def test_one_learning_rate_for_several_attentions_is_doubted():
+    said = "All have the same learning rate, which may suit one better than another: rates=[3e-3, 1e-3] gives each its"
+    plain, rated = (
+        suites.combine("mini", [{**each, "rates": rates} for each in two_tasks()]) for rates in ([], ["3e-3", "1e-3"])
+    )
+    assert said in suites.caution(plain) and "learning rate" not in suites.caution(rated)
+    assert "learning rate" not in suites.caution({**plain, "rows": plain["rows"][:1]})
+
+
 def test_one_busy_task_makes_the_relative_times_doubtful():
     comparisons = two_tasks()
     comparisons[0]["rows"][1].update(scores=[0.2, 0.2], mean=0.2, sd=0.0)

@@ -25,7 +25,9 @@ def argument(name: str) -> str:
 
 
 def given(name: str, value: object = True) -> str:
-    """--resume or resume=True; --seeds 3 or seeds=3."""
+    """--resume or resume=True; --seeds 3 or seeds=3; of several texts --rates 3e-3,1e-3 or rates=[3e-3, 1e-3]."""
+    if isinstance(value, tuple):
+        value = ",".join(value) if _on_command_line.get() else f"[{', '.join(value)}]"
     if not _on_command_line.get():
         return f"{name}={value}"
     return f"--{name}" if value is True else f"--{name} {value}"

@@ -249,6 +249,7 @@ def caution(comparison: dict[str, Any]) -> str:
     said = [
         _unfinished(rows),
         over_seeds(comparison, done),
+        over_rates(comparison, done),
         _on_plateau(comparison, [row for row in done if stuck(row)]),
     ]
     if busy and len(done) > 1:
@@ -276,6 +277,14 @@ def over_seeds(comparison: dict[str, Any], done: Sequence[Row]) -> str:
     if len(done) < 2 or all(map(stuck, done)):
         return "One seed each."
     return f"One seed each: a difference may be luck; run the comparison with {given('seeds', 3)} to find out."
+
+
+def over_rates(comparison: dict[str, Any], done: Sequence[Row]) -> str:
+    """One learning rate for several attentions misleads."""
+    if len(done) < 2 or len(comparison.get("rates", ())) > 1:
+        return ""
+    each = f"{given('rates', ('3e-3', '1e-3'))} gives each its best"
+    return f"All have the same learning rate, which may suit one better than another: {each}."
 
 
 def _on_plateau(comparison: dict[str, Any], waiting: Sequence[Row]) -> str:

@@ -73,6 +73,7 @@ def combine(name: str, comparisons: Sequence[dict[str, Any]]) -> Suite:
     return {
         "suite": name,
         **{key: first[key] for key in ("recipe", "seeds", "command", "versions")},
+        "rates": first.get("rates", []),
         "reference": findings.reference(first["rows"])["attention"],
         "tasks": [
             {"task": each["task"], "guessing": each["guessing"], "untrusted": untrusted(each)} for each in comparisons
@@ -195,7 +196,9 @@ def caution(suite: Suite) -> str:
     """How far the numbers can be trusted, and what to do about it."""
     cells = [each for row in suite["rows"] for each in row["tasks"].values()]
     done = findings.finished(cells)
-    said = [*_unfinished(suite), findings.over_seeds(suite, done) if done else "", _on_plateau(suite)]
+    compared = [row for row in suite["rows"] if findings.finished(list(row["tasks"].values()))]
+    said = [*_unfinished(suite), findings.over_seeds(suite, done) if done else ""]
+    said += [findings.over_rates(suite, compared), _on_plateau(suite)]
     if why := busy(suite):
         said.append(f"The times are not reliable ({why}). To measure them again, {again()} on a quiet machine.")
     return " ".join(filter(None, said))
