@@ -296,7 +296,8 @@ def test_learning_rates_are_added_to_an_earlier_result(better, tiny_data, tmp_pa
     cell = grown["ours"][method.name][column.name]
     if better == "another":
         assert started == [(0, "4e-3"), (1, "4e-3")] and cell["rate"] == "4e-3" and cell["seeds"] == [0, 1]
-        assert "Learning rates tried: 4e-3, 2.0e-3. Chosen on validation: 4e-3." in pages.remarks(grown)
+        said = "Learning rates tried: 4e-3, 2.0e-3. Chosen on validation: 4e-3. The rate chosen is the largest tried in"
+        assert any(line.startswith(said) for line in pages.remarks(grown))
     else:
         assert started == [(0, "4e-3")] and cell["rate"] == "2.0e-3"
         assert {**cell, "rate": None, "tried": 0} == {**alone["ours"][method.name][column.name], "tried": 0}
@@ -691,6 +692,51 @@ def test_the_pages_are_those_of_the_results(tmp_path):
     made = (tmp_path / pages.PAGE).read_text()
     assert made == (DOCS / pages.PAGE).read_text(), "run subquad reproduce --pages docs"
     assert all(f"`subquad reproduce {each.key}`" in made for each in ALL if each.kind not in ("same", "stated"))
+
+
+def told(result: dict, capsys) -> str:
+    """What the terminal shows; each of the page's words about the runs is there too."""
+    command.show(result)
+    shown = capsys.readouterr().out
+    assert all(line in shown for line in pages.about_runs(result)) and all(pages.about_runs(result))
+    return shown
+
+
+def rated(rate: str, *left: int | None, tried: str = "1e-3 2e-3 4e-3") -> dict:
+    scores = [float(seed) for seed in range(len(left) or 1)]
+    return {**seeds(*scores), "left_plateau": list(left), "rate": rate, "tried": dict.fromkeys(tried.split(), 0.5)}
+
+
+def test_rates_and_the_plateau_are_shown_as_on_the_page(tmp_path, capsys):
+    cells = {"new": {"a": rated("4e-3", 250, 250), "b": rated("2e-3", 500, None, 250)},
+             "old": {"a": rated("1e-3", 250, 250), "b": rated("2e-3", None)}}  # fmt: skip
+    add_averages(ARENA, cells)
+    shown = told(summary(Plan(ARENA, tmp_path, rates=("1e-3",)), cells), capsys)
+    assert "Learning rates tried: 4e-3, 2e-3, 1e-3. Chosen on validation: 2e-3 · 4e-3 for new (a) · 1e-3 for" in shown
+    edges = "the largest tried in 1 and the smallest tried in 1 of 4 cases: a better one may lie outside."
+    assert f"The rate chosen is {edges}" in shown
+    assert "Steps at which runs left the plateau: a 250 · b 250 to 500 or never (never for old)." in shown
+
+
+def test_a_choice_between_other_rates_is_not_at_the_edge(tmp_path, capsys):
+    cells = {"new": {"score": rated("2e-3", 100)}, "old": {"score": rated("2e-3", 200)}}
+    shown = told(summary(Plan(TABLE, tmp_path, rates=("2e-3",)), cells), capsys)
+    assert "Chosen on validation: 2e-3.\n" in shown and "outside" not in shown
+    assert "Steps at which runs left the plateau: 100 (200 for old)." in shown
+    for name, rate in (("largest", "4e-3"), ("smallest", "1.0e-3")):
+        cells["new"]["score"] = rated(rate, tried="1.0e-3 2e-3 4e-3")
+        shown = told(summary(Plan(TABLE, tmp_path, rates=("2e-3",)), cells), capsys)
+        assert f"The rate chosen is the {name} tried in 1 of 2 cases: a better one may lie outside.\n" in shown
+    cells = {"new": {"score": rated("2e-3", tried="2e-3")}}
+    shown = told(summary(Plan(TABLE, tmp_path, rates=("2e-3",)), cells), capsys)
+    assert "Learning rates tried: 2e-3." in shown and "outside" not in shown, "there was no choice"
+    assert "plateau" not in shown, "of a task whose plateau nobody knows nothing is said"
+
+
+def test_what_is_measured_has_neither_rates_nor_a_plateau(tmp_path, capsys):
+    cells = {"Algorithm 1": {"base": measures.counted(1.2)}}
+    shown = told(summary(Plan(find("sbm-table-5"), tmp_path), cells), capsys)
+    assert "rate" not in shown and "plateau" not in shown
 
 
 # ---- pictures of curves ----------------------------------------------------------------------------------------------

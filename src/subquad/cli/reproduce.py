@@ -187,7 +187,7 @@ def _run(plan: Any, results: Path) -> None:
 
 def show(result: dict[str, Any]) -> None:
     """Ours beside the paper's, the orders, the claims, the verdict."""
-    from subquad.reproductions.pages import SIGNS, cell, stated
+    from subquad.reproductions.pages import SIGNS, about_runs, cell, stated
 
     console = out()
     console.print(Text.assemble((result["place"], "bold"), f": {result['title']}"), soft_wrap=True)
@@ -209,6 +209,8 @@ def show(result: dict[str, Any]) -> None:
         larger = result["columns"][each["column"]]["larger_is_better"]
         what = f"{SIGNS[each['status']]} {stated(each, larger=larger)} ({each['column']})"
         console.print(f"{what}: {each['detail']}", soft_wrap=True, markup=False)
+    for line in about_runs(result):
+        console.print(line, style="dim", soft_wrap=True, markup=False)
     for note in result["notes"]:
         console.print(f"missing: {note}", style="dim", soft_wrap=True, markup=False)
     console.print(Text(result["sentence"], "bold"), soft_wrap=True)

@@ -17,6 +17,7 @@ from subquad.reproductions.declare import Reproduction
 
 BEGIN, END = "<!-- made by: subquad reproduce --pages docs -->", "<!-- end -->"
 PAGE, RESULTS = "experiments.md", "results"
+Place = tuple[str, str]  # of a cell: method and column
 SIGNS = {"agrees": "✓", "contradicts": "✗", "open": "~", "missing": "–"}
 
 
@@ -150,31 +151,81 @@ def remarks(result: dict[str, Any]) -> list[str]:
     said = [f"{stated(x, larger=result['columns'][x['column']]['larger_is_better'])} ({x['column']})" for x in failed]
     if said:
         lines.append(f"What fails: {'; '.join(said)}.")
-    if result["rates"]:
-        lines.append(rates_in_words(result))
+    lines += about_runs(result)
     lines += [f"Missing: {note}" for note in result["notes"]]
     lines.append(f"`subquad reproduce {result['key']}`, version {result['versions']['subquad']}.")
     return lines
 
 
+def about_runs(result: dict[str, Any]) -> list[str]:
+    """What was tried to train the methods, and when they began to learn: as the page and the terminal have it."""
+    return [text for text in (rates_in_words(result), plateau_in_words(result)) if text]
+
+
 def rates_in_words(result: dict[str, Any]) -> str:
-    """Which learning rates were tried, and which were chosen on validation."""
-    rows = result["ours"].items()
-    cells = {(name, column): x for name, row in rows for column, x in row.items() if "mean_of" not in x}
+    """Which learning rates were tried, which were chosen on validation, and whether they are the last on a side."""
+    cells = trained_cells(result)
+    if not cells:
+        return ""
     tried = {
-        place: ", ".join(sorted(cell.get("tried") or result["rates"], key=float, reverse=True))
-        for place, cell in cells.items() if cell["rate"]
+        place: sorted(cell.get("tried") or result["rates"], key=float, reverse=True)
+        for place, cell in cells.items() if cell.get("rate")
     }  # fmt: skip
-    chosen = {place: cell["rate"] for place, cell in cells.items() if cell["rate"]}
-    lines = [f"Learning rates tried: {_grouped(tried)}.", f"Chosen on validation: {_grouped(chosen)}."] * bool(tried)
+    if not tried:
+        return "Only the learning rate of the recipe was tried."
+    chosen = {place: cells[place]["rate"] for place in tried}
+    lines = [f"Learning rates tried: {_grouped({place: ', '.join(rates) for place, rates in tried.items()})}."]
+    lines += [f"Chosen on validation: {_grouped(chosen)}.", *_at_the_edge(tried, chosen)]
     alone = [f"{name} ({column})" for name, column in cells if (name, column) not in tried]
     return " ".join([*lines, *([f"Only the rate of the recipe was tried for {'; '.join(alone)}."] * bool(alone))])
 
 
-def _grouped(values: dict[tuple[str, str], str]) -> str:
+def _at_the_edge(tried: dict[Place, list[str]], chosen: dict[Place, str]) -> list[str]:
+    """How many choices have other rates on one side only; `tried` is from the largest to the smallest."""
+    choices = [[float(rate) for rate in (chosen[place], *rates)] for place, rates in tried.items() if len(rates) > 1]
+    largest = sum(rate == first for rate, first, *_ in choices)
+    smallest = sum(rate == last for rate, *_, last in choices)
+    ends = {"largest": largest, "smallest": smallest}
+    said = " and ".join(f"the {end} tried in {count}" for end, count in ends.items() if count)
+    return [f"The rate chosen is {said} of {len(choices)} cases: a better one may lie outside."] if said else []
+
+
+def plateau_in_words(result: dict[str, Any]) -> str:
+    """At which steps the runs left the plateau, column by column: for most methods, and in brackets for the others."""
+    found: dict[str, dict[str, str]] = {}
+    for (name, column), cell in trained_cells(result).items():
+        if cell.get("left_plateau"):
+            found.setdefault(column, {})[name] = _steps(cell["left_plateau"])
+    parts = []
+    for column in (column for column in result["columns"] if column in found):
+        (first, _), *others = _by_value(found[column])
+        rest = "; ".join(f"{steps} for {' and '.join(names)}" for steps, names in others)
+        parts.append(f"{column} " * (len(result["columns"]) > 1) + first + (f" ({rest})" if rest else ""))
+    return f"Steps at which runs left the plateau: {' · '.join(parts)}." if parts else ""
+
+
+def _steps(left: list[int | None]) -> str:
+    """250; 250 to 500; 250 or never; never."""
+    steps = sorted(step for step in left if step is not None)
+    ends = " to ".join(str(step) for step in dict.fromkeys(steps[:1] + steps[-1:]))
+    return " or ".join([*([ends] if steps else []), *(["never"] if None in left else [])])
+
+
+def trained_cells(result: dict[str, Any]) -> dict[Place, dict[str, Any]]:
+    """By method and column: the cells that have runs of their own."""
+    cells = {(name, column): cell for name, row in result["ours"].items() for column, cell in row.items()}
+    return {place: cell for place, cell in cells.items() if "mean_of" not in cell and "counted" not in cell}
+
+
+def _grouped(values: dict[Place, str]) -> str:
     """The most frequent value, then the others, each with the cells that have it."""
+    (first, _), *others = _by_value({f"{name} ({column})": value for (name, column), value in values.items()})
+    return " · ".join([first, *(f"{value} for {'; '.join(places)}" for value, places in others)])
+
+
+def _by_value(values: dict[str, str]) -> list[tuple[str, list[str]]]:
+    """Each value with those that have it, the most frequent one first."""
     places: dict[str, list[str]] = {}
-    for (name, column), value in values.items():
-        places.setdefault(value, []).append(f"{name} ({column})")
-    first, *others = sorted(places, key=lambda value: -len(places[value]))
-    return " · ".join([first, *(f"{value} for {'; '.join(places[value])}" for value in others)])
+    for place, value in values.items():
+        places.setdefault(value, []).append(place)
+    return sorted(places.items(), key=lambda pair: -len(pair[1]))
