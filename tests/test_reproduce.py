@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shlex
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -737,6 +738,60 @@ def test_what_is_measured_has_neither_rates_nor_a_plateau(tmp_path, capsys):
     cells = {"Algorithm 1": {"base": measures.counted(1.2)}}
     shown = told(summary(Plan(find("sbm-table-5"), tmp_path), cells), capsys)
     assert "rate" not in shown and "plateau" not in shown
+
+
+def run_again(result: dict) -> dict[tuple[str, str], tuple[set[str], int]]:
+    """What the commands of a page train: rates and seeds by method and column."""
+    found = {}
+    for line in pages.commands(result):
+        words = shlex.split(line)
+        assert words[:3] == ["subquad", "reproduce", result["key"]] and len(words) % 2
+        options = list(zip(words[3::2], words[4::2], strict=True))
+        those = lambda flag: [value for name, value in options if name == flag]  # noqa: B023, E731
+        whole = find(result["key"])
+        part = limited(whole, those("--method"), those("--column"))
+        rates = those("--rates")[0].split(",") if "--rates" in words else whole.rates
+        for method in part.methods:
+            for column in part.run_columns:
+                assert (method.name, column.name) not in found, "once"
+                found[method.name, column.name] = {float(rate) for rate in rates}, int([*those("--seeds"), "1"][0])
+    return found
+
+
+@pytest.mark.parametrize("key", sorted(path.stem for path in (DOCS / pages.RESULTS).glob("*-*-*.json")))
+def test_the_commands_of_a_page_train_what_its_table_shows(key):
+    result = pages.read_results(DOCS / pages.RESULTS)[key]
+    cells = {(name, column): cell for name, row in result["ours"].items() for column, cell in row.items()
+             if "mean_of" not in cell}  # fmt: skip
+    found = run_again(result)
+    assert set(found) == set(cells)
+    for place, (rates, seeds) in found.items():
+        assert seeds >= len(cells[place]["scores"])
+        assert "counted" in cells[place] or rates == {float(x) for x in cells[place].get("tried") or result["rates"]}
+
+
+def test_commands_are_as_short_as_they_can_be(tmp_path):
+    whole, paper = find("sparse-table-1"), find("composite-slice-table-1")
+    rates = dict(zip(("rate", "tried"), (whole.rates[0], dict.fromkeys(whole.rates, 1.0)), strict=True))
+    full = {each.name: {column.name: {**seeds(1.0, 2.0), **rates} for column in whole.columns}
+            for each in whole.methods}  # fmt: skip
+    line = "subquad reproduce sparse-table-1"
+    made = lambda cells, **about: pages.commands(summary(Plan(whole, tmp_path, **about), cells))  # noqa: E731
+    assert made(full) == [f"{line} --seeds 2"]
+    assert made({"STAR": full["STAR"]}) == [f"{line} --method STAR --seeds 2"]
+    one = {name: {"1 layer": row["1 layer"]} for name, row in full.items()}
+    assert made(one) == [f"{line} --column '1 layer' --seeds 2"]
+    alone = {name: {column: seeds(1.0) for column in row} for name, row in full.items()}
+    assert made(alone, rates=()) == [f"{line} --rates none"]
+    more = {**full["STAR"], "2 layers": {**seeds(1.0), "rate": "1e-3", "tried": {"1e-3": 1.0, "5e-3": 0.5}}}
+    assert made({"STAR": more}) == [
+        f"{line} --method STAR --column '1 layer' --column '3 layers' --column '4 layers' --seeds 2",
+        f"{line} --method STAR --column '2 layers' --rates 5e-3,1e-3",
+    ]
+    bracket = {"rate": "5e-4", "tried": dict.fromkeys(("1e-3", "5e-4", "2.5e-4"))}
+    cells = {"Transformer": {"Image": {**seeds(1.0), **bracket}}}
+    found = pages.commands(summary(Plan(paper, tmp_path, "paper"), cells))
+    assert found == ["subquad reproduce composite-slice-table-1 --method Transformer --column Image --recipe paper"]
 
 
 # ---- pictures of curves ----------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ declarations and docs/results/*.json.
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from subquad.core.spoken import argument
 from subquad.reproductions import PAPERS, REPRODUCTIONS
 from subquad.reproductions.curves import draw_curves, has_curves, picture
 from subquad.reproductions.declare import Reproduction
+from subquad.reproductions.runner import Plan, known_methods
 
 BEGIN, END = "<!-- made by: subquad reproduce --pages docs -->", "<!-- end -->"
 PAGE, RESULTS = "experiments.md", "results"
 Place = tuple[str, str]  # of a cell: method and column
+Words = tuple[str, ...]
 SIGNS = {"agrees": "✓", "contradicts": "✗", "open": "~", "missing": "–"}
 
 
@@ -153,8 +157,55 @@ def remarks(result: dict[str, Any]) -> list[str]:
         lines.append(f"What fails: {'; '.join(said)}.")
     lines += about_runs(result)
     lines += [f"Missing: {note}" for note in result["notes"]]
-    lines.append(f"`subquad reproduce {result['key']}`, version {result['versions']['subquad']}.")
+    words, version = commands(result), result["versions"]["subquad"]
+    if len(words) > 1:
+        return [*lines, f"Version {version}:", "", "```", *words, "```"]
+    return [*lines, *(f"`{line}`, version {version}." for line in words)]
+
+
+def commands(result: dict[str, Any]) -> list[str]:
+    """What trains the cells of a table, and no others: a command for all columns that have the same methods and rates.
+    Where methods have different numbers of seeds, it is the largest.
+    """
+    plan = Plan(REPRODUCTIONS[result["key"]], Path(), result["scale"])
+    every = [method.name for method in known_methods(plan.reproduction)]
+    places = [column.name for column in plan.reproduction.run_columns]
+    lines = []
+    for (methods, rates), columns in _parts(result, plan, places).items():
+        seeds = max(len(result["ours"][method][column]["scores"]) for column in columns for method in methods)
+        words = ["subquad", "reproduce", result["key"]]
+        words += [*_only("--method", methods, every), *_only("--column", columns, places), *rates]
+        words += ["--recipe", "paper"] * (result["scale"] == "paper") + ["--seeds", str(seeds)] * (seeds > 1)
+        lines.append(shlex.join(words))
     return lines
+
+
+def _parts(result: dict[str, Any], plan: Plan, places: Sequence[str]) -> dict[tuple[Words, Words], list[str]]:
+    """By methods and the option of their rates: the columns that were run with just these."""
+    parts: dict[tuple[Words, Words], list[str]] = {}
+    for column in places:
+        methods: dict[Words, list[str]] = {}
+        for name in result["methods"]:
+            if cell := result["ours"].get(name, {}).get(column):
+                methods.setdefault(_rates_option(result, plan, column, cell), []).append(name)
+        for rates, names in methods.items():
+            parts.setdefault((tuple(names), rates), []).append(column)
+    return parts
+
+
+def _only(flag: str, names: Sequence[str], every: Sequence[str]) -> list[str]:
+    """--method A --method B; nothing if these are all."""
+    return [] if set(names) >= set(every) else [word for name in names for word in (flag, name)]
+
+
+def _rates_option(result: dict[str, Any], plan: Plan, column: str, cell: dict[str, Any]) -> Words:
+    """--rates A,B where others than those of the table were tried."""
+    if "counted" in cell:
+        return ()
+    tried = sorted((cell.get("tried") or result["rates"]) if cell.get("rate") else (), key=float, reverse=True)
+    usual = next(plan.bracket(each) for each in plan.reproduction.columns if each.name == column)
+    same = set(map(float, tried)) == set(map(float, usual))
+    return () if same else ("--rates", ",".join(tried) or "none")
 
 
 def about_runs(result: dict[str, Any]) -> list[str]:
