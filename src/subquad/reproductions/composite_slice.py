@@ -51,7 +51,7 @@ TABLE_1 = Reproduction(
     rates=RATES, rate_factors=FACTORS, differs=LRA_DIFFERS,
 )  # fmt: skip
 
-WORDS = f"Penn Treebank for WikiText-103, 2 layers of 128, 1,000 steps; {NO_NUMBERS}"
+WORDS = f"Penn Treebank for WikiText-103, 2 layers of 128, 2,000 steps, embeddings of 0.1; {NO_NUMBERS}"
 BEST = "CST L=32, α=3"
 TABLE_2 = Reproduction(
     "composite-slice-table-2", "Lee et al. 2023, table 2", "words of WikiText-103, 256 of them",
@@ -85,7 +85,7 @@ TABLE_4 = Reproduction(
     ),
     claims=(Claim(BEST, "Performer"),),
     larger_is_better=False, rates=("2e-3", "1e-3"),
-    differs=f"Penn Treebank for WikiText-103, 512 words for 1024, 2 layers of 128, 1,000 steps; {NO_NUMBERS}",
+    differs=f"Penn Treebank for WikiText-103, 512 words for 1024, 2 layers of 128, 2,000 steps, embeddings of 0.1; {NO_NUMBERS}",
 )  # fmt: skip
 
 BERT = Scale("base", ("steps=900000",))

@@ -50,8 +50,8 @@ class Words(Language):
     }  # fmt: skip
     recipes = {
         "small": WordsRecipe(
-            source="ptb", length=128, width=128, layers=2, heads=4, feedforward=512, dropout=0.1, steps=1000, batch=8,
-            rate=2e-3, warmup=50, evaluate=250, eval_size=250, stride=64,
+            source="ptb", length=128, width=128, layers=2, heads=4, feedforward=512, dropout=0.1, initial=0.1,
+            steps=2000, batch=8, rate=2e-3, warmup=50, evaluate=500, eval_size=250, stride=64,
         ),
         "paper": WordsRecipe(
             source="wikitext-103", length=256, width=128, layers=16, heads=8, feedforward=2048, dropout=0.1,
