@@ -85,7 +85,8 @@ TABLE_4 = Reproduction(
     ),
     claims=(Claim(BEST, "Performer"),),
     larger_is_better=False, rates=("2e-3", "1e-3"),
-    differs=f"Penn Treebank for WikiText-103, 512 words for 1024, 2 layers of 128, 2,000 steps, embeddings of 0.1; {NO_NUMBERS}",
+    differs="Penn Treebank for WikiText-103, 512 words for 1024, 2 layers of 128, 2,000 steps, embeddings of 0.1; "
+    f"{NO_NUMBERS}",
 )  # fmt: skip
 
 BERT = Scale("base", ("steps=900000",))
