@@ -50,6 +50,7 @@ def test_declarations_are_consistent(each):
     assert each.kind != "same" or each.same_as in REPRODUCTIONS
     assert (each.kind in ("measured", "drawn")) == bool(each.function)
     assert each.kind not in ("trained", "measured") or (each.differs or each.too_big), "it says how it differs"
+    assert each.kind != "trained" or each.too_big or len(each.rates) > 1, "one rate for all methods misleads"
 
 
 @pytest.mark.parametrize("each", [each for each in ALL if each.numbers], ids=lambda each: each.key)

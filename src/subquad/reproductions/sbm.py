@@ -78,7 +78,7 @@ TABLE_2 = Reproduction(
         "λ = 1e-1": (0.83, 0.58, 0.47, 0.40, 0.07, 0.37, 0.15, 2.74, 0.58, 0.37, 0.22),
     },
     claims=(Claim("λ = 1e-1", "λ = 0", tuple(f"{each.name}, density" for each in lra())),),
-    differs=LRA_DIFFERS,
+    rates=("2e-3", "1e-3"), differs=LRA_DIFFERS,
 )  # fmt: skip
 
 LENGTHS = {"ListOps": 2048, "Text": 3072, "Retrieval": 4096, "Image": 1024, "Pathfinder": 1024}
