@@ -152,6 +152,22 @@ def test_the_plateau_of_a_language_model_is_what_pairs_teach(tmp_path):
     assert what == "bigram" and score < 1.1 < 4 < books.baselines()["unigram"], "every letter determines the next"
 
 
+@pytest.mark.parametrize("more", [(), ("pack=true", "stride=none")])
+@pytest.mark.parametrize("name", ["lm-bytes", "lm-words"])
+def test_the_plateau_is_that_of_the_validation_text(tmp_path, name, more):
+    """With which the scores on the way are compared; the test text is another one here, of a word unseen before."""
+    lines = [" ".join(letters) for letters in np.random.default_rng(0).choice(list("abcdefgh"), (950, 20))]
+    (tmp_path / "text.txt").write_text("\n".join([*lines, *["x " * 20] * 50]) + "\n")
+    task = small(name, None, "source=file", f"path={tmp_path / 'text.txt'}", *more)
+    splits = task.load()
+    own = {
+        "lm-bytes": lambda text: entropies(text)[1],
+        "lm-words": lambda text: 2 ** learned_bigram(task.train, text, 10),
+    }
+    known, asked = own[name](splits.valid.tokens), own[name](splits.test.tokens)
+    assert task.plateau() == (pytest.approx(known, rel=0.02), 0.0, "bigram") and asked != pytest.approx(known, rel=0.3)
+
+
 # ---- the cache ----
 
 

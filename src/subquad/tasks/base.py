@@ -84,8 +84,8 @@ class Task:
         return {}
 
     def plateau(self) -> tuple[float, float, str] | None:
-        """What a model scores before it uses its context, by how much a score must be better, and what the score is
-        called (after `load`); None = the score of guessing.
+        """What a model scores on the validation data before it uses its context, by how much a score must be better,
+        and what the score is called (after `load`); None = the score of guessing.
         """
         return None
 

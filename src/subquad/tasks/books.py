@@ -111,7 +111,7 @@ class Books(TokenizedTask):
         if not self.has_tokenizer:
             self.tokenizer = cached_tokenizer(sample(parts[0].documents()), r.subwords, SPECIALS)
         found = [tokenised(part.source, part.documents, self.tokenizer, (BEGIN, END)) for part in parts]
-        self.train, self.test = found[0], found[2]
+        self.train, self.valid, self.test = found
         if r.pack:
             sizes = (r.train_size, r.eval_size, r.eval_size)
             return Splits(*(PackedDocuments(part.tokens, part.bounds, r.length, size, spread=True)
@@ -145,12 +145,14 @@ class Books(TokenizedTask):
         """Perplexity of the test tokens under their own frequencies, the best without context, and under the pairs of
         the training text (after `load`).
         """
-        pairs = learned_bigram(self.train.tokens, self.test.tokens, self.vocabulary()["vocab_size"])
-        return {"unigram": 2 ** entropy(self.test.tokens), "bigram": 2**pairs}
+        return {"unigram": 2 ** entropy(self.test.tokens), "bigram": self._bigram(self.test)}
 
     def plateau(self) -> tuple[float, float, str]:
         """A model that looks at one token only can learn the pairs of the training text."""
-        return self.baselines()["bigram"], 0.0, "bigram"
+        return self._bigram(self.valid), 0.0, "bigram"
+
+    def _bigram(self, text: Corpus) -> float:
+        return 2 ** learned_bigram(self.train.tokens, text.tokens, self.vocabulary()["vocab_size"])
 
     def encode(self, text: str) -> Example:
         """The beginning of a document."""

@@ -22,7 +22,7 @@ from subquad.data.cache import mapped
 from subquad.data.corpora import ENWIK8, PG19, SHAKESPEARE, read_books, read_enwik8, read_text
 from subquad.data.datasets import split_90_5_5
 from subquad.tasks.base import Example
-from subquad.tasks.language import Language, LanguageRecipe, Texts, after
+from subquad.tasks.language import Language, LanguageRecipe, Texts, after, entropies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Bytes(Language):
     sources = {"enwik8": ENWIK8, "pg19": PG19, "shakespeare": SHAKESPEARE}
     recipes = {
         "small": BytesRecipe(
-            source="shakespeare", length=512, width=128, layers=2, heads=4, feedforward=512, steps=1000, batch=4,
-            rate=2e-3, warmup=50, evaluate=250, eval_size=50, stride=256,
+            source="shakespeare", length=256, width=128, layers=2, heads=4, feedforward=512, steps=1000, batch=8,
+            rate=3e-3, warmup=50, initial=0.1, evaluate=250, eval_size=100, stride=128,
         ),
         "paper": BytesRecipe(
             source="enwik8", length=2048, width=768, layers=12, heads=12, feedforward=3072, steps=125000, batch=128,
@@ -54,7 +54,7 @@ class Bytes(Language):
 
     def plateau(self) -> tuple[float, float, str]:
         """A model that looks at one byte only reaches the bigram entropy; small models stay there for a while."""
-        return self.baselines()["bigram"], 0.0, "bigram"
+        return entropies(self.valid)[1], 0.0, "bigram"
 
     def texts(self) -> Texts:
         source = self.recipe.source

@@ -50,12 +50,12 @@ class Language(Task):
         if r.pack:
             parts = [PackedDocuments(text, self.bounds(text), r.length, size)
                      for text, size in ((train, r.train_size), (valid, r.eval_size), (test, r.eval_size))]  # fmt: skip
-            self.test = test[: parts[2].cuts[len(parts[2])]]
+            self.valid, self.test = (part.tokens[: part.cuts[len(part)]] for part in parts[1:])
             return Splits(*parts)
-        self.test = first(test, r.length, r.stride or r.length, r.eval_size)
+        self.valid, self.test = (first(text, r.length, r.stride or r.length, r.eval_size) for text in (valid, test))
         return Splits(
             Windows(first(train, r.length, r.length, r.train_size), r.length),
-            Windows(first(valid, r.length, r.stride or r.length, r.eval_size), r.length, r.stride),
+            Windows(self.valid, r.length, r.stride),
             Windows(self.test, r.length, r.stride),
         )
 

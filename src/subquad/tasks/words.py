@@ -79,7 +79,7 @@ class Words(Language):
         """A model that looks at one word only can learn the pairs of the training text. (The bigram of `baselines` is
         that of the test text itself, far below.)
         """
-        return 2 ** learned_bigram(self.train, self.test, len(self.words)), 0.0, "bigram"
+        return 2 ** learned_bigram(self.train, self.valid, len(self.words)), 0.0, "bigram"
 
     def bounds(self, text: np.ndarray) -> np.ndarray:
         """A document is a line, which ends in <eos>: a sentence of the Penn Treebank, a paragraph of WikiText."""
