@@ -298,7 +298,9 @@ def test_learning_rates_are_added_to_an_earlier_result(better, tiny_data, tmp_pa
     cell = grown["ours"][method.name][column.name]
     if better == "another":
         assert started == [(0, "4e-3"), (1, "4e-3")] and cell["rate"] == "4e-3" and cell["seeds"] == [0, 1]
-        said = "Learning rates tried: 4e-3, 2.0e-3. Chosen on validation: 4e-3. The rate chosen is the largest tried in"
+        said = (
+            "Learning rates tried: 4e-3 and 2.0e-3. Chosen on validation: 4e-3. The rate chosen is the largest tried in"
+        )
         assert any(line.startswith(said) for line in pages.remarks(grown))
     else:
         assert started == [(0, "4e-3")] and cell["rate"] == "2.0e-3"
@@ -436,7 +438,7 @@ def test_the_verdict_goes_both_ways(new, old, larger, word):
     table = replace(TABLE, larger_is_better=larger)
     found = verdict.judge(table, made_up(new, old))
     assert [each.status for each in found] == [word] == [verdict.verdict(found)[0]]
-    assert ("One seed" in verdict.verdict(found)[1]) == (len(new) == 1 and word not in ("open", "missing"))
+    assert ("a single seed" in verdict.verdict(found)[1]) == (len(new) == 1 and word not in ("open", "missing"))
     pair = verdict.pairs(replace(table, numbers={"new": (1.0 + larger,), "old": (2.0 - larger,)}), made_up(new, old))
     assert dict(pair) == ({} if word == "missing" else {word: 1})
 
@@ -446,9 +448,41 @@ def test_the_verdict_says_how_many_claims_rest_on_one_seed():
         verdict.judge(TABLE, made_up(*scores)) for scores in (([5], [4]), ([5, 5.2, 5.1], [4, 4.1, 4.2]))
     )
     assert verdict.verdict([*single, *single])[1].endswith(
-        "One seed: no spread is known, and a difference may be luck."
+        "All of this rests on a single seed: no spread is known, and a difference may be luck."
     )
-    assert "One seed for 1 of them: no spread" in verdict.verdict([*single, *several])[1]
+    assert "Of those that were judged, 1 rests on a single seed: no" in verdict.verdict([*single, *several])[1]
+
+
+def test_the_verdict_counts_in_english():
+    agrees, contradicts, undecided = (
+        verdict.judge(TABLE, made_up(*scores))[0]
+        for scores in (([5, 5.1], [4, 4.2]), ([4, 4.2], [5, 5.1]), ([4, 6, 5], [5.9, 3.9, 4.7]))
+    )
+    said = lambda *found: verdict.verdict(list(found))[1]  # noqa: E731
+    assert said(agrees) == "Agrees with the paper: 1 of 1 claim holds, none fails."
+    assert said(agrees, agrees) == "Agrees with the paper: 2 of 2 claims hold, none fails."
+    assert said(agrees, contradicts) == "Contradicts the paper in 1 of 2 claims; 1 holds."
+    assert said(undecided) == "Open: the only claim is not decided."
+    assert said(undecided, undecided) == "Open: neither of the 2 claims is decided."
+    assert said(undecided, undecided, undecided) == "Open: none of the 3 claims is decided."
+    assert said(agrees, undecided) == "Agrees with the paper: 1 of 2 claims holds, none fails. 1 is undecided."
+
+
+@pytest.mark.parametrize(
+    ("new", "status"), [(100, "open"), (104, "open"), (97, "open"), (106, "contradicts"), (94, "agrees")]
+)
+def test_what_is_measured_differs_beyond_its_noise(new, status):
+    table = replace(TABLE, larger_is_better=False, columns=(replace(TABLE.columns[0], noise=0.05),))
+    (found,) = verdict.judge(table, {"new": {"score": measures.counted(new)}, "old": {"score": measures.counted(100)}})
+    assert found.status == status and ("the noise of the measurement" in found.detail) == (status == "open")
+
+
+def test_a_number_that_is_not_reached_is_told():
+    table = replace(TABLE, claims=(Claim("new", 99), Claim(99, "old")))
+    found = verdict.judge(table, made_up([95.25, 95.25], [99.5, 99.5]))
+    assert [(each.status, each.detail) for each in found] == [
+        ("contradicts", "no, it is 95.25"), ("contradicts", "no, it is 99.5"),
+    ]  # fmt: skip
 
 
 def test_what_is_on_the_plateau_or_missing_decides_nothing():
@@ -714,17 +748,20 @@ def test_rates_and_the_plateau_are_shown_as_on_the_page(tmp_path, capsys):
              "old": {"a": rated("1e-3", 250, 250), "b": rated("2e-3", None)}}  # fmt: skip
     add_averages(ARENA, cells)
     shown = told(summary(Plan(ARENA, tmp_path, rates=("1e-3",)), cells), capsys)
-    assert "Learning rates tried: 4e-3, 2e-3, 1e-3. Chosen on validation: 2e-3 · 4e-3 for new (a) · 1e-3 for" in shown
+    assert (
+        "Learning rates tried: 4e-3, 2e-3 and 1e-3. Chosen on validation: 2e-3, except 4e-3 for new (a) · 1e-3 for"
+        in shown
+    )
     edges = "the largest tried in 1 and the smallest tried in 1 of 4 cases: a better one may lie outside."
     assert f"The rate chosen is {edges}" in shown
-    assert "Steps at which runs left the plateau: a 250 · b 250 to 500 or never (never for old)." in shown
+    assert "Runs had left the plateau by step: a 250 · b 250 to 500 or never (never for old)." in shown
 
 
 def test_a_choice_between_other_rates_is_not_at_the_edge(tmp_path, capsys):
     cells = {"new": {"score": rated("2e-3", 100)}, "old": {"score": rated("2e-3", 200)}}
     shown = told(summary(Plan(TABLE, tmp_path, rates=("2e-3",)), cells), capsys)
     assert "Chosen on validation: 2e-3.\n" in shown and "outside" not in shown
-    assert "Steps at which runs left the plateau: 100 (200 for old)." in shown
+    assert "Runs had left the plateau by step: 100 (200 for old)." in shown
     for name, rate in (("largest", "4e-3"), ("smallest", "1.0e-3")):
         cells["new"]["score"] = rated(rate, tried="1.0e-3 2e-3 4e-3")
         shown = told(summary(Plan(TABLE, tmp_path, rates=("2e-3",)), cells), capsys)

@@ -202,9 +202,10 @@ def show(result: dict[str, Any]) -> None:
     show_table(console, table)
     for name, column in result["columns"].items():
         if len(column["order"]) > 1:
-            console.print(f"{name}, ours:  {' > '.join(column['order'])}", soft_wrap=True, markup=False)
+            console.print(f"{name}, from best to worst: {', '.join(column['order'])}", soft_wrap=True, markup=False)
             if column["paper_order"]:
-                console.print(f"{name}, paper: {' > '.join(column['paper_order'])}", soft_wrap=True, markup=False)
+                order = ", ".join(column["paper_order"])
+                console.print(f"{name}, in the paper:      {order}", soft_wrap=True, markup=False)
     for each in result["claims"]:
         larger = result["columns"][each["column"]]["larger_is_better"]
         what = f"{SIGNS[each['status']]} {stated(each, larger=larger)} ({each['column']})"

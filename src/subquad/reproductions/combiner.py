@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from subquad.reproductions.declare import (
     AVERAGE,
+    MEASURED,
     SCORED,
     SMALL_ARENA,
     Claim,
@@ -228,7 +229,7 @@ LENGTHS = tuple(1 << power for power in range(10, 15))
 FIGURE_3 = Reproduction(
     "combiner-figure-3", "Ren et al. 2021, figure 3", "time and memory of a forward pass over the length",
     kind="measured", function="subquad.reproductions.measures:combiner_costs",
-    columns=tuple(Column(f"{what}, {n}") for what in ("time", "memory") for n in LENGTHS),
+    columns=tuple(Column(f"{what}, {n}", noise=MEASURED) for what in ("time", "memory") for n in LENGTHS),
     methods=(
         Method("Transformer", "full"), Method("Performer", "performer"), Method("BigBird", "bigbird"),
         Method("Sparse-Fixed", FIXED), Method("Sparse-Axial", "axial"), Method("Combiner-Fixed", "combiner-fixed"),

@@ -192,7 +192,7 @@ ALL = (
     ),
     Reproduction(
         "composite-slice-figure-2", "Lee et al. 2023, figure 2", "score, speed, memory and parameters in one picture",
-        kind="stated", differs="the report.html of subquad compare lra draws the average score of the tasks against "
+        kind="stated", differs="the report.html of `subquad compare lra` draws the average score of the tasks against "
         "relative time, with circles as large as the relative memory, labelled with the number of parameters",
     ),
     Reproduction("composite-slice-figure-3", "Lee et al. 2023, figure 3", "the model", kind="stated", differs=DIAGRAM),

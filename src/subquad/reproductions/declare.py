@@ -42,6 +42,7 @@ class Column:
     factor: float = 1.0  # from our unit to the paper's: 100 for per cent
     larger_is_better: bool | None = None  # None = as in the other columns
     mean_of: tuple[str, ...] = ()  # nothing is run: the mean of these columns, where all of them are there
+    noise: float = 0.0  # of a measurement: what differs by this share or less cannot be told apart
 
     def scale(self, name: str) -> Scale:
         return self.small if name == "small" else self.paper
@@ -164,6 +165,7 @@ def half_overlapping(length: int, scored: int | None = None) -> tuple[str, ...]:
     return f"length={length}", f"stride={step}", *(() if scored is None else (f"eval_size={scored // step}",))
 
 
+MEASURED = 0.05  # the noise of times and memory
 SCORED = 61_440  # tokens of books, in the scaled-down version
 
 

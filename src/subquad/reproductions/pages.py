@@ -17,6 +17,7 @@ from subquad.reproductions import PAPERS, REPRODUCTIONS
 from subquad.reproductions.curves import draw_curves, has_curves, picture
 from subquad.reproductions.declare import Reproduction
 from subquad.reproductions.runner import Plan, known_methods
+from subquad.reproductions.verdict import counted
 
 BEGIN, END = "<!-- made by: subquad reproduce --pages docs -->", "<!-- end -->"
 PAGE, RESULTS = "experiments.md", "results"
@@ -148,8 +149,8 @@ def remarks(result: dict[str, Any]) -> list[str]:
         total = sum(pairs.values())
         same, other = pairs.get("agrees", 0), pairs.get("contradicts", 0)
         lines.append(
-            f"Of {total} pairs that the paper orders, {same} have the same order here, {other} the other one, "
-            f"{total - same - other} cannot be told apart."
+            f"Of {total} pairs that the paper orders, {counted(same, 'has', 'have')} the same order here, {other} the "
+            f"other one, {total - same - other} cannot be told apart."
         )
     failed = [each for each in result["claims"] if each["status"] == "contradicts"]
     said = [f"{stated(x, larger=result['columns'][x['column']]['larger_is_better'])} ({x['column']})" for x in failed]
@@ -225,7 +226,7 @@ def rates_in_words(result: dict[str, Any]) -> str:
     if not tried:
         return "Only the learning rate of the recipe was tried."
     chosen = {place: cells[place]["rate"] for place in tried}
-    lines = [f"Learning rates tried: {_grouped({place: ', '.join(rates) for place, rates in tried.items()})}."]
+    lines = [f"Learning rates tried: {_grouped({place: _listed(rates) for place, rates in tried.items()})}."]
     lines += [f"Chosen on validation: {_grouped(chosen)}.", *_at_the_edge(tried, chosen)]
     alone = [f"{name} ({column})" for name, column in cells if (name, column) not in tried]
     return " ".join([*lines, *([f"Only the rate of the recipe was tried for {'; '.join(alone)}."] * bool(alone))])
@@ -252,7 +253,7 @@ def plateau_in_words(result: dict[str, Any]) -> str:
         (first, _), *others = _by_value(found[column])
         rest = "; ".join(f"{steps} for {' and '.join(names)}" for steps, names in others)
         parts.append(f"{column} " * (len(result["columns"]) > 1) + first + (f" ({rest})" if rest else ""))
-    return f"Steps at which runs left the plateau: {' · '.join(parts)}." if parts else ""
+    return f"Runs had left the plateau by step: {' · '.join(parts)}." if parts else ""
 
 
 def _steps(left: list[int | None]) -> str:
@@ -271,7 +272,13 @@ def trained_cells(result: dict[str, Any]) -> dict[Place, dict[str, Any]]:
 def _grouped(values: dict[Place, str]) -> str:
     """The most frequent value, then the others, each with the cells that have it."""
     (first, _), *others = _by_value({f"{name} ({column})": value for (name, column), value in values.items()})
-    return " · ".join([first, *(f"{value} for {'; '.join(places)}" for value, places in others)])
+    rest = " · ".join(f"{value} for {'; '.join(places)}" for value, places in others)
+    return f"{first}, except {rest}" if rest else first
+
+
+def _listed(words: Sequence[str]) -> str:
+    """a; a and b; a, b and c."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _by_value(values: dict[str, str]) -> list[tuple[str, list[str]]]:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from subquad.reproductions.declare import AVERAGE, PAPER, SMALL_ARENA, Claim, Column, Method, Reproduction, Scale, lra
+from subquad.reproductions.declare import (
+    AVERAGE,
+    MEASURED,
+    PAPER,
+    SMALL_ARENA,
+    Claim,
+    Column,
+    Method,
+    Reproduction,
+    Scale,
+    lra,
+)
 
 SBM, FULL = "SBM-Transformer", "Full-attention"
 MEASURES, DRAWN = "subquad.reproductions.measures:", "subquad.reproductions.drawings:"
@@ -86,7 +97,9 @@ COUNTED = tuple(f"FLOPs, {name}" for name in LENGTHS)
 TABLE_3 = Reproduction(
     "sbm-table-3", "Cho et al. 2022, table 3", "FLOPs and peak memory of inference, relative to full attention",
     kind="measured", function=MEASURES + "sbm_relative_costs",
-    columns=tuple(Column(name) for name in (*COUNTED, *(f"memory, {name}" for name in LENGTHS))),
+    columns=(
+        *(Column(name) for name in COUNTED), *(Column(f"memory, {name}", noise=MEASURED) for name in LENGTHS),
+    ),
     methods=(
         *(Method(each.name, each.full or each.spec) for each in BASELINES),
         Method(SBM, "sbm:clusters=128,sampler=fastrg"),
@@ -198,7 +211,7 @@ ALL = (
     TABLE_1, TABLE_2, TABLE_3, TABLE_4, TABLE_5, TABLE_6,
     Reproduction(
         "sbm-table-7", "Cho et al. 2022, table 7", "hyperparameters", kind="stated",
-        differs="they are the recipes `paper` of the tasks: subquad tasks listops shows them",
+        differs="they are the recipes `paper` of the tasks: `subquad tasks listops` shows them",
     ),
     Reproduction(
         "sbm-table-8", "Cho et al. 2022, table 8", "table 1 with standard deviations", kind="same",

@@ -2,8 +2,9 @@
 
 A difference counts if it is larger than the spread: its standard deviation over the seeds. Runs with the same seed have
 the same data, which move the scores of all methods alike, so differences are taken seed by seed. A single seed has no
-spread, so there the direction is all that can be said, and the verdict says that too. A run that has not left the
-plateau decides nothing, except that it does not reach a number.
+spread, so there the direction is all that can be said, and the verdict says that too. For times and memory it is the
+noise of the measurement that counts. A run that has not left the plateau decides nothing, except that it does not reach
+a number.
 """
 
 from __future__ import annotations
@@ -56,10 +57,19 @@ def _judge(claim: Claim, column: Column, cells: Cells, larger: bool) -> tuple[st
     fails = isinstance(claim.better, float | int)  # "this does not reach 99": one on the plateau does not
     if waiting and not fails:
         return OPEN, f"{waiting[0]} has not left the plateau"
-    status, single = compare(better, worse, larger=larger)
-    words = {AGREES: "as the paper says", CONTRADICTS: "the other way round", OPEN: "within the spread of the seeds"}
+    status, single = compare(better, worse, larger=larger, noise=column.noise)
     remarks = [text for text, said in (("one seed", single and status != OPEN), ("on the plateau", waiting)) if said]
-    return status, words[status] + (f" ({', '.join(remarks)})" if remarks else "")
+    return status, _in_words(claim, column, status, better, worse) + (f" ({', '.join(remarks)})" if remarks else "")
+
+
+def _in_words(claim: Claim, column: Column, status: str, better: Side, worse: Side) -> str:
+    if status == AGREES:
+        return "as the paper says"
+    if status == OPEN:
+        return "within the noise of the measurement" if column.noise else "within the spread of the seeds"
+    if isinstance(claim.better, str) and isinstance(claim.worse, str):
+        return "the other way round"
+    return f"no, it is {(better if isinstance(claim.better, str) else worse).mean:.4g}"
 
 
 def side(name: str | float, column: str, cells: Cells) -> Side | None:
@@ -80,9 +90,10 @@ def on_plateau(name: str | float, column: str, cells: Cells) -> bool:
     return isinstance(name, str) and None in cells.get(name, {}).get(column, {}).get("left_plateau", ())
 
 
-def compare(better: Side, worse: Side, *, larger: bool) -> tuple[str, bool]:
+def compare(better: Side, worse: Side, *, larger: bool, noise: float = 0.0) -> tuple[str, bool]:
     """The status, and whether it rests on a single seed (whose spread nobody knows)."""
     gain, spread = difference(better, worse)
+    spread = max(spread, noise * max(abs(better.mean), abs(worse.mean)))
     single = 1 in (len(better.scores), len(worse.scores))
     if gain == 0 or abs(gain) <= spread:
         return OPEN, single
@@ -111,7 +122,7 @@ def pairs(reproduction: Reproduction, cells: Cells) -> Counter[str]:
             if len(stated) < 2 or len(ours) < 2:
                 continue
             theirs, _ = compare(stated[0], stated[1], larger=larger)
-            status, _ = compare(ours[0], ours[1], larger=larger)
+            status, _ = compare(ours[0], ours[1], larger=larger, noise=column.noise)
             if theirs != OPEN:
                 count[OPEN if status == OPEN else AGREES if status == theirs else CONTRADICTS] += 1
     return count
@@ -142,16 +153,29 @@ def verdict(judgements: list[Judgement]) -> tuple[str, str]:
 
 def _sentences(word: str, count: Counter[str], decided: int, total: int, judgements: list[Judgement]) -> Iterator[str]:
     if word == AGREES:
-        yield f"Agrees with the paper: {count[AGREES]} of {decided} claims hold, none fails."
+        yield f"Agrees with the paper: {counted(count[AGREES], 'holds', 'hold', of=decided)}, none fails."
     elif word == CONTRADICTS:
-        yield f"Contradicts the paper in {count[CONTRADICTS]} of {decided} claims; {count[AGREES]} hold."
+        holding = counted(count[AGREES], "holds", "hold")
+        yield f"Contradicts the paper in {count[CONTRADICTS]} of {claims(decided)}; {holding}."
     else:
-        yield f"Open: none of {decided} claims is decided."
+        who = {1: "the only claim", 2: "neither of the 2 claims"}.get(decided, f"none of the {decided} claims")
+        yield f"Open: {who} is {'not ' * (decided == 1)}decided."
     if count[OPEN] and word != OPEN:
-        yield f"{count[OPEN]} {'is' if count[OPEN] == 1 else 'are'} undecided."
+        yield f"{counted(count[OPEN], 'is', 'are')} undecided."
     if decided < total:
-        yield f"{total - decided} {'has' if total - decided == 1 else 'have'} not been run."
+        yield f"{counted(total - decided, 'has', 'have')} not been run."
     alone = sum("one seed" in each.detail for each in judgements)
     if alone:
-        who = "One seed" if alone == decided else f"One seed for {alone} of them"
-        yield f"{who}: no spread is known, and a difference may be luck."
+        who = (
+            "All of this rests" if alone == decided else f"Of those that were judged, {counted(alone, 'rests', 'rest')}"
+        )
+        yield f"{who} on a single seed: no spread is known, and a difference may be luck."
+
+
+def counted(count: int, one: str, many: str, *, of: int | None = None) -> str:
+    """1 has; 2 have; 1 of 2 claims holds."""
+    return f"{count}{'' if of is None else f' of {claims(of)}'} {one if count == 1 else many}"
+
+
+def claims(count: int) -> str:
+    return f"{count} claim{'s' * (count != 1)}"
