@@ -55,7 +55,8 @@ def make_row(attention: str, scores: list[float], time: float | None, runs: list
         "relative_quartiles": time and [0.9 * time, time, 1.1 * time], "total_seconds": time and 400 * time,
         "step_quartiles": time and [0.1 * time, 0.2 * time, 0.3 * time],
         "memory": time and int(time * 300 * 2**20), "parameters": 12_345 + len(attention) if scores else None,
-        "connections": time and 4096 * time, "density": None, "runs": runs, "error": None, **more,
+        "connections": time and 4096 * time, "density": None, "runs": runs, "error": None, "rate": None,
+        "rates": {}, **more,
     }  # fmt: skip
 
 
@@ -262,14 +263,28 @@ def test_advice_fits_what_has_happened():
 def test_one_learning_rate_for_several_attentions_is_doubted():
     full, star = make_row("full", [0.9], 1.0, []), make_row("star", [0.8], 0.5, [])
     plain = {**make_comparison([full, star]), "rates": []}
+    assert plain["settings"]["rate"] == 5e-3
     said = "All have the same learning rate, which may suit one better than another: "
-    assert f"{said}rates=[3e-3, 1e-3] gives each its best." in findings.caution(plain)
+    assert f"{said}rates=[2.5e-3, 5e-3, 1e-2] tries several for each." in findings.caution(plain)
     with command_line():
-        assert f"{said}--rates 3e-3,1e-3 gives each its best." in findings.caution(plain)
-    assert said in findings.caution({**plain, "rates": ["1e-3"]})
+        assert f"{said}--rates 2.5e-3,5e-3,1e-2 tries several for each." in findings.caution(plain)
+    assert f"{said}rates=[5e-4, 1e-3, 2e-3] tries" in findings.caution({**plain, "rates": ["1e-3"]})
     assert "learning rate" not in findings.caution({**plain, "rates": ["3e-3", "1e-3"]})
     for rows in ([full], [full, make_row("star", [], None, [])]):
         assert "learning rate" not in findings.caution({**plain, "rows": rows}), "there is nothing to compare"
+
+
+def test_a_rate_that_is_the_last_one_tried_is_told():
+    def chosen(*rates: str) -> str:
+        rows = [{**make_row(name, [0.9], 1.0, []), "rate": rate, "rates": {"3e-3": 0.5, "1e-3": 0.4, "5e-4": 0.3}}
+                for name, rate in zip(("full", "star"), rates, strict=True)]  # fmt: skip
+        return findings.caution({**make_comparison(rows), "rates": ["3e-3", "1e-3", "5e-4"]})
+
+    assert "The rate chosen is the largest tried in 2 of 2 cases: a better one may lie outside." in chosen(
+        "3e-3", "3e-3"
+    )
+    assert "is the largest tried in 1 and the smallest tried in 1 of 2 cases" in chosen("5e-4", "3e-3")
+    assert "the smallest tried in 1 of 2 cases" in chosen("5e-4", "1e-3") and "outside" not in chosen("1e-3", "1e-3")
 
 
 def test_no_speed_is_claimed_from_a_busy_machine(tmp_path):

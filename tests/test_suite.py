@@ -102,12 +102,21 @@ def test_the_plateau_is_marked_and_counts():
 
 
 def test_one_learning_rate_for_several_attentions_is_doubted():
-    said = "All have the same learning rate, which may suit one better than another: rates=[3e-3, 1e-3] gives each its"
+    said = (
+        "All have the same learning rate, which may suit one better than another: rates=[1e-3, 2e-3, 5e-3, 1e-2] tries"
+    )
+    own = zip(two_tasks(), (5e-3, 2e-3), strict=True)
+    tasks = [{**each, "settings": {**each["settings"], "rate": rate}} for each, rate in own]
     plain, rated = (
-        suites.combine("mini", [{**each, "rates": rates} for each in two_tasks()]) for rates in ([], ["3e-3", "1e-3"])
+        suites.combine("mini", [{**each, "rates": rates} for each in tasks]) for rates in ([], ["3e-3", "1e-3"])
     )
     assert said in suites.caution(plain) and "learning rate" not in suites.caution(rated)
     assert "learning rate" not in suites.caution({**plain, "rows": plain["rows"][:1]})
+    assert "outside" not in suites.caution(rated), "there are no results of rates"
+    for task in tasks:
+        task["rows"] = [{**row, "rate": "3e-3", "rates": {"3e-3": 0.5, "1e-3": 0.4}} for row in task["rows"]]
+    chosen = suites.combine("mini", [{**each, "rates": ["3e-3", "1e-3"]} for each in tasks])
+    assert "The rate chosen is the largest tried in 4 of 4 cases" in suites.caution(chosen)
 
 
 def test_one_busy_task_makes_the_relative_times_doubtful():

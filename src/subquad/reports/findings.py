@@ -7,7 +7,7 @@ finding only where it was measured side by side on a quiet machine (`subquad.tra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
@@ -15,6 +15,7 @@ from markupsafe import Markup
 from subquad.core.options import split_spec
 from subquad.core.spoken import again, given
 from subquad.reports.charts import breakable, element
+from subquad.training.rates import at_the_edge, multiples
 
 CLOSE = 0.02  # a metric is close to the best within 2 % of it, or within the spread of the seeds
 ERRORS = 2  # standard errors of the test set within which scores are equal
@@ -249,7 +250,7 @@ def caution(comparison: dict[str, Any]) -> str:
     said = [
         _unfinished(rows),
         over_seeds(comparison, done),
-        over_rates(comparison, done),
+        over_rates(comparison.get("rates", ()), [comparison["settings"]["rate"]], done, alone=len(done) < 2),
         _on_plateau(comparison, [row for row in done if stuck(row)]),
     ]
     if busy and len(done) > 1:
@@ -279,12 +280,18 @@ def over_seeds(comparison: dict[str, Any], done: Sequence[Row]) -> str:
     return f"One seed each: a difference may be luck; run the comparison with {given('seeds', 3)} to find out."
 
 
-def over_rates(comparison: dict[str, Any], done: Sequence[Row]) -> str:
-    """One learning rate for several attentions misleads."""
-    if len(done) < 2 or len(comparison.get("rates", ())) > 1:
+def over_rates(rates: Sequence[str], own: Iterable[float], done: Sequence[Row], *, alone: bool) -> str:
+    """One learning rate for several attentions misleads, and so may the last one of those that were tried. `own` are
+    the rates of the recipes; `alone` is an attention that there is nothing to compare with.
+    """
+    if len(rates) > 1:
+        return at_the_edge((row["rate"], tuple(row["rates"])) for row in done if row.get("rate"))
+    if alone:
         return ""
-    each = f"{given('rates', ('3e-3', '1e-3'))} gives each its best"
-    return f"All have the same learning rate, which may suit one better than another: {each}."
+    known = sorted(map(float, rates or own))
+    bracket = {**dict.fromkeys(multiples(known[0], (0.5, 1))), **dict.fromkeys(multiples(known[-1], (1, 2)))}
+    several = f"{given('rates', tuple(bracket))} tries several for each"
+    return f"All have the same learning rate, which may suit one better than another: {several}."
 
 
 def _on_plateau(comparison: dict[str, Any], waiting: Sequence[Row]) -> str:

@@ -74,6 +74,7 @@ def combine(name: str, comparisons: Sequence[dict[str, Any]]) -> Suite:
         "suite": name,
         **{key: first[key] for key in ("recipe", "seeds", "command", "versions")},
         "rates": first.get("rates", []),
+        "own_rates": [each["settings"]["rate"] for each in comparisons],
         "reference": findings.reference(first["rows"])["attention"],
         "tasks": [
             {"task": each["task"], "guessing": each["guessing"], "untrusted": untrusted(each)} for each in comparisons
@@ -121,7 +122,8 @@ def average(own: dict[str, Row], bases: dict[str, Row]) -> Row:
 
 def cell(row: Row, base: Row) -> Row:
     """What the suite keeps of an attention on a task."""
-    kept = ("mean", "sd", "scores", "left_plateau", "error", "relative_time", "relative_quartiles", "parameters")
+    kept = ("rate", "rates", "mean", "sd", "scores", "left_plateau", "error", "relative_time", "relative_quartiles",
+            "parameters")  # fmt: skip
     memory = row["memory"] / base["memory"] if row["memory"] and base["memory"] else None
     return {**{key: row[key] for key in kept}, "relative_memory": memory}
 
@@ -196,9 +198,9 @@ def caution(suite: Suite) -> str:
     """How far the numbers can be trusted, and what to do about it."""
     cells = [each for row in suite["rows"] for each in row["tasks"].values()]
     done = findings.finished(cells)
-    compared = [row for row in suite["rows"] if findings.finished(list(row["tasks"].values()))]
+    alone = sum(bool(findings.finished(list(row["tasks"].values()))) for row in suite["rows"]) < 2
     said = [*_unfinished(suite), findings.over_seeds(suite, done) if done else ""]
-    said += [findings.over_rates(suite, compared), _on_plateau(suite)]
+    said += [findings.over_rates(suite["rates"], suite["own_rates"], done, alone=alone), _on_plateau(suite)]
     if why := busy(suite):
         said.append(f"The times are not reliable ({why}). To measure them again, {again()} on a quiet machine.")
     return " ".join(filter(None, said))

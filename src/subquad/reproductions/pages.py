@@ -18,6 +18,7 @@ from subquad.reproductions.curves import draw_curves, has_curves, picture
 from subquad.reproductions.declare import Reproduction
 from subquad.reproductions.runner import Plan, known_methods
 from subquad.reproductions.verdict import counted
+from subquad.training.rates import at_the_edge
 
 BEGIN, END = "<!-- made by: subquad reproduce --pages docs -->", "<!-- end -->"
 PAGE, RESULTS = "experiments.md", "results"
@@ -227,19 +228,13 @@ def rates_in_words(result: dict[str, Any]) -> str:
         return "Only the learning rate of the recipe was tried."
     chosen = {place: cells[place]["rate"] for place in tried}
     lines = [f"Learning rates tried: {_grouped({place: _listed(rates) for place, rates in tried.items()})}."]
-    lines += [f"Chosen on validation: {_grouped(chosen)}.", *_at_the_edge(tried, chosen)]
+    lines += [
+        f"Chosen on validation: {_grouped(chosen)}.",
+        at_the_edge((chosen[place], rates) for place, rates in tried.items()),
+    ]
     alone = [f"{name} ({column})" for name, column in cells if (name, column) not in tried]
-    return " ".join([*lines, *([f"Only the rate of the recipe was tried for {'; '.join(alone)}."] * bool(alone))])
-
-
-def _at_the_edge(tried: dict[Place, list[str]], chosen: dict[Place, str]) -> list[str]:
-    """How many choices have other rates on one side only; `tried` is from the largest to the smallest."""
-    choices = [[float(rate) for rate in (chosen[place], *rates)] for place, rates in tried.items() if len(rates) > 1]
-    largest = sum(rate == first for rate, first, *_ in choices)
-    smallest = sum(rate == last for rate, *_, last in choices)
-    ends = {"largest": largest, "smallest": smallest}
-    said = " and ".join(f"the {end} tried in {count}" for end, count in ends.items() if count)
-    return [f"The rate chosen is {said} of {len(choices)} cases: a better one may lie outside."] if said else []
+    lines += [f"Only the rate of the recipe was tried for {'; '.join(alone)}."] * bool(alone)
+    return " ".join(filter(None, lines))
 
 
 def plateau_in_words(result: dict[str, Any]) -> str:

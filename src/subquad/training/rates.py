@@ -7,7 +7,7 @@ seeds are run with that one. The test set has no part in the choice.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from subquad.core.spoken import argument
@@ -57,3 +57,13 @@ def choose(results: Mapping[str, dict[str, Any]]) -> str | None:
         if chosen is None or score > best:  # a score that is no number is never better
             best, chosen = (score if math.isfinite(score) else -math.inf), rate
     return chosen
+
+
+def at_the_edge(choices: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """How many of the choices, each the rate chosen and all that were tried, have others on one side only."""
+    known = [(float(rate), sorted(map(float, tried))) for rate, tried in choices if len(tried) > 1]
+    ends = {"largest": sum(rate == tried[-1] for rate, tried in known),
+            "smallest": sum(rate == tried[0] for rate, tried in known)}  # fmt: skip
+    said = " and ".join(f"the {end} tried in {count}" for end, count in ends.items() if count)
+    cases = "1 case" if len(known) == 1 else f"{len(known)} cases"
+    return f"The rate chosen is {said} of {cases}: a better one may lie outside." if said else ""
