@@ -32,6 +32,12 @@ def test_every_mechanism_has_a_page(tmp_path):
         assert "see the module docstring" not in text
 
 
+def test_a_page_says_what_the_theory_does_not_cover():
+    text = mechanisms.verdicts(mechanisms.mechanism("reformer"), 8)
+    assert text.count("default options: not covered.") == 2 and "not decided" not in text and "softmax" not in text
+    assert "default options: a universal approximator." in mechanisms.verdicts(mechanisms.mechanism("full"), 8)
+
+
 def test_a_page_shows_what_was_measured_and_reproduced(tmp_path):
     assert "| forward | " in mechanisms.measured("combiner-fixed", RESULTS)
     assert "No figure" in mechanisms.measured("combiner-fixed", tmp_path)

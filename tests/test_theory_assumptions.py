@@ -1,5 +1,6 @@
 """Assumption 1: hops against set recursion, paths against exhaustive search, the facts about the known patterns."""
 
+from dataclasses import replace
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -16,6 +17,7 @@ from subquad.theory.counting import connections, dense_blocks, growth, sparse_bl
 from subquad.theory.hamiltonian import cut_vertex, exact, hamiltonian_path, incomparable, is_path, no_cover, search
 from subquad.theory.hops import hop_sets, hops, unpack
 from subquad.theory.sbm import lemma1, lemma2
+from subquad.theory.survey import Row
 
 
 @st.composite
@@ -203,12 +205,47 @@ def test_head_layouts():
         assert check(one_bare, layout=layout).loops == (1, 0)
 
 
-def test_other_mechanisms_are_read_through_their_support():
-    slices, sbm = check("composite-slice:slice_length=4", 32), check("sbm:clusters=4", 16)
-    assert slices.hops.steps == 1 and slices.assumption1 is True and slices.universal is None
-    assert slices.support.view == "other" and any("does not cover it" in reason for reason in slices.reasons)
+def test_an_sbm_is_read_through_its_expected_graph():
+    sbm = check("sbm:clusters=4", 16)
     assert sbm.hops.steps == 1 and sbm.universal is True and sbm.support.view == "sampled"
-    assert check("reformer", 16).universal is None, "its keys are normalised queries"
+
+
+OUTSIDE = ["composite-slice", "routing", "linear", "performer", "sinkhorn", "reformer", "synthesizer", "fnet", "moba"]
+
+
+@pytest.mark.parametrize("spec", OUTSIDE)
+def test_what_the_theorem_does_not_cover_gets_a_reason_and_no_conditions(spec):
+    verdict = check(spec, 16)
+    assert verdict.support.view == "other" and verdict.universal is None and verdict.answer == "not covered"
+    assert "universal? not covered (" in str(verdict) and "possible connections per layer" in str(verdict)
+    assert "Theorem 1 does not cover it" in verdict.reasons[0] and "summaries" not in str(verdict)
+    assert not any(line.startswith(("1.1", "1.2", "2 ")) for line in verdict.reasons)
+    assert any(line.startswith("1.3") and "possible pairs" in line for line in verdict.reasons)
+    found = verdict.to_dict()
+    assert found["answer"] == "not covered" and found["hops"] == 1
+    for claim in ("assumption1", "assumption2", "self_loops", "hamiltonian_path", "path", "path_why", "map"):
+        assert found[claim] is None, claim
+
+
+def test_reformer_says_why_it_is_not_covered():
+    reason = check("reformer", 16).reasons[0]
+    assert "its keys are its queries at length 1" in reason and "does not attend to itself" in reason
+
+
+def test_sets_without_a_loop_count_only_where_the_theorem_asks_for_one():
+    support = replace(read([[1, 2], [0, 1], [1, 2]]), view="other")
+    assert check(support).answer == "not covered" and check(support).self_loops is None
+    one_way = check(replace(read([[0], [0, 1]]), view="other"))
+    assert one_way.refuted and one_way.answer == "no" and "token 0 never reaches token 1" in str(one_way)
+    with pytest.raises(ValueError, match="reformer has no probability map to replace"):
+        check("reformer", 8, map=torch.softmax)
+
+
+def test_the_table_has_no_conditions_of_what_is_not_covered():
+    assert Row("reformer", check("reformer", 16), 2.0).cells()[1:5] == ["not covered", "–", "–", "1"]
+    one_way = check(replace(read([[0], [0, 1]]), view="other"))
+    assert Row("mine", one_way, 2.0).cells()[1:5] == ["no", "–", "–", "token 0 never reaches token 1"]
+    assert Row("full", check("full", 16), 2.0).cells()[1:5] == ["yes", "yes", "identity", "1"]
 
 
 def test_a_class_may_say_how_it_is_to_be_read():
@@ -217,6 +254,9 @@ def test_a_class_may_say_how_it_is_to_be_read():
 
     declared = Declared(subquad.attention("full").options)
     assert check(declared, 8).universal is None and check("full", 8).universal is True
+    assert "Theorem 1 does not cover it" in check(declared, 8).reasons[0]
+    Declared.theory_reason = "its weights are mine"
+    assert "its weights are mine" in check(declared, 8).reasons[0]
     Declared.theory_view = "guess"
     with pytest.raises(ValueError, match="map, summaries, sampled, other"):
         check(declared, 8)

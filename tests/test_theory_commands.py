@@ -34,6 +34,15 @@ def test_analyze_says_why():
     assert "γ: " in run("analyze", "axial", "--n", "16")
 
 
+def test_analyze_says_the_same_everywhere_of_what_is_not_covered():
+    text = run("analyze", "reformer", "--n", "16")
+    assert "universal: not covered\n" in text and "its keys are its queries" in text
+    assert "256 possible per layer" in text and "γ" not in text and "blocks" not in text
+    found = json.loads(run("analyze", "reformer", "--n", "16", "--json"))
+    assert found["answer"] == "not covered" and found["universal"] is None and found["blocks"] is None
+    assert "| reformer | not covered | – | – | 1 |" in run("analyze", "--all", "--n", "16", "--markdown")
+
+
 def test_analyze_sets_and_maps_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "sets.json").write_text("[[0, 1], [0, 1, 2], [2]]")
     found = json.loads(run("analyze", "--sets", str(tmp_path / "sets.json"), "--json"))

@@ -249,11 +249,11 @@ def verdicts(cls: type[Attention], n: int) -> str:
     """Of Yun et al. and of the Combiner paper, in every direction it has."""
     if needs_object(cls):
         return "It depends on what you give it: `subquad.theory.check` takes it, and says so."
-    words = {True: "a universal approximator", False: "not covered", None: "not decided"}
+    words = {"yes": "a universal approximator", "no": "not covered"}
     parts = []
     for way in directions(cls):
         verdict = check(cls.name, n, causal=way == "causal")
-        said = "refuted" if verdict.refuted else words[verdict.universal]
+        said = "refuted" if verdict.refuted else words.get(verdict.answer, verdict.answer)
         marks = {True: "  - ", False: "- "}  # reasons of a reason are indented
         reasons = "\n".join(f"{marks[each.startswith('  ')]}{escaped(each.strip())}" for each in verdict.reasons)
         parts.append(f"**{way.capitalize()}, n = {n}, default options: {said}.**\n\n{reasons}")

@@ -46,7 +46,8 @@ class Reformer(Attention):
     positional = False  # causality needs the order of the tokens alone
     data_dependent = True
     sparse = True
-    theory_view = "other"  # keys are queries of length 1, and who meets others does not attend to itself: not eq. 2
+    theory_view = "other"
+    theory_reason = "its keys are its queries at length 1, and a token that meets others does not attend to itself"
     examples = ({"rounds": 2, "chunk": 4}, {"rounds": 3, "buckets": 4, "chunk": 40})
     gallery = {"buckets": 4, "rounds": 1}
     picture_note = "Who meets whom follows from hashes of the tokens. Here the hashes are random."

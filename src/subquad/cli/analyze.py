@@ -159,19 +159,17 @@ def imported(name: str) -> Any:
 
 
 def _print(verdict: Any, title: str, exponent: float | None, blocks: dict[str, int] | None) -> None:
-    from subquad.theory.counting import connections, sparsity
-
-    s, console = verdict.support, out()
-    answer, style = {True: ("yes", "green"), False: ("no", "red"), None: ("not decided", "yellow")}[verdict.universal]
+    s, path, console = verdict.support, verdict.path, out()
+    answer = verdict.answer, {True: "green", False: "red", None: "yellow"}[verdict.universal]
     console.print(
-        Text.assemble((title, "bold"), f"  n = {s.n}", ", causal" if s.causal else "", ", universal: ", (answer, style))
+        Text.assemble((title, "bold"), f"  n = {s.n}", ", causal" if s.causal else "", ", universal: ", answer)
     )
     for reason in verdict.reasons:
         console.print(reason, soft_wrap=True)
-    if verdict.path.order is not None and not verdict.path.identity:
-        console.print(f"γ: {_abbreviated(verdict.path.order.tolist())}", soft_wrap=True)
-    counted = f"{connections(s):,} per layer, sparsity {sparsity(s):.2%}"
-    console.print(f"connections: {counted}" + ("" if exponent is None else f", growing like n^{exponent:.2f}"))
+    if path is not None and path.order is not None and not path.identity:
+        console.print(f"γ: {_abbreviated(path.order.tolist())}", soft_wrap=True)
+    growing = "" if exponent is None else f", growing like n^{exponent:.2f}"
+    console.print(f"connections: {verdict.counted()}{growing}")
     if blocks is not None:
         shares = f"quantisation {blocks['quantisation']:,}, context {blocks['context']:,} (dense {blocks['dense']:,})"
         console.print(f"blocks for d = 1, δ = 1/2 (section 4.1): {shares}, values n·2^n for both", soft_wrap=True)

@@ -1,7 +1,7 @@
 """Is this pattern a universal approximator? Assumptions 1 and 2 of Yun et al. (section 3.2), with reasons.
 
     verdict = check("strided:w=16", 256)
-    verdict.universal        True, False, or None = not decided
+    verdict.universal        True, False, or None = not decided, or not covered; `answer` has the word
     print(verdict)           the reasons
 
 Theorem 1: a Transformer whose attention is eq. 2 and obeys both assumptions approximates every continuous
@@ -15,8 +15,9 @@ identity, because edges lead forward. The construction of `proof` carries over w
 
 Mechanisms that are not eq. 2: an SBM-Transformer is read through its expected graph, as in the theorem of its authors.
 A Combiner reaches tokens through summaries, whose weights are no map of the tokens' own scores: Theorem 1 does not
-cover it, Proposition 1 of its authors does (`combiner`), and `universal` is True where that is proved, else None. For
-anything else, such as Composite Slice, the checks on the support are reported and `universal` stays None.
+cover it, Proposition 1 of its authors does (`combiner`), and `universal` is True where that is proved, else None.
+Anything else, such as Composite Slice or Reformer, is not covered: the verdict says why, and claims no conditions.
+Its support holds the possible pairs, so 1.3 remains necessary: if some never meet, `universal` is False, else None.
 """
 
 from __future__ import annotations
@@ -41,33 +42,43 @@ class Verdict:
 
     support: Support
     loops: tuple[int, int] | None  # the first (family, token) without a self-loop; None = all have one
-    path: Path
+    path: Path | None  # None, as is `map`: Theorem 1 does not cover the mechanism
     hops: Hops
-    map: MapVerdict
+    map: MapVerdict | None
     proposition1: Proposition1 | None = None  # of a Combiner
 
     @property
-    def self_loops(self) -> bool:
-        return self.loops is None
+    def self_loops(self) -> bool | None:
+        return None if self.path is None else self.loops is None
 
     @property
     def hamiltonian_path(self) -> bool | None:
-        return {"found": True, "impossible": False, "undecided": None}[self.path.status]
+        return None if self.path is None else {"found": True, "impossible": False, "undecided": None}[self.path.status]
 
     @property
     def assumption1(self) -> bool | None:
-        """All of 1.1, 1.2, 1.3 (causal: of the variant); None while only 1.2 is open."""
+        """All of 1.1, 1.2, 1.3 (causal: of the variant); None while only 1.2 is open, and of what is not covered."""
+        if self.path is None:
+            return None
         if not self.self_loops or self.hops.steps is None:
             return False
         return self.hamiltonian_path
 
     @property
     def universal(self) -> bool | None:
+        if self.map is None:
+            return False if self.refuted else None
         if self.assumption1 is False or not self.map.holds:
             return False
         if self.proposition1 is not None:
             return True if self.proposition1.proved else None
-        return None if self.support.view == "other" else self.assumption1
+        return self.assumption1
+
+    @property
+    def answer(self) -> str:
+        """`universal` in words, which tell what is not covered from what is not decided."""
+        undecided = "not covered" if self.support.view == "other" else "not decided"
+        return {True: "yes", False: "no", None: undecided}[self.universal]
 
     @property
     def refuted(self) -> bool:
@@ -77,29 +88,43 @@ class Verdict:
     @property
     def reasons(self) -> list[str]:
         s, causal = self.support, self.support.causal
-        lines = [_loops_reason(s, self.loops)]
-        lines.append(f"1.2 Hamiltonian path: {self.path.status}; {self.path.why}")
-        lines.append(f"1.3 hops{' (causal variant)' if causal else ''}: {self.hops.why(causal)}")
-        lines.append(f"2 probability map {self.map.name}: {'holds' if self.map.holds else 'fails'}, {self.map.why}")
+        lines = self._conditions()
         if causal:
             lines.append("causal: 1.3 as printed cannot hold, token 0 sees nobody else; this is the causal variant")
-        if s.layout == "multihead":
+        if s.layout == "multihead" and self.path is not None:
             lines.append("multihead: 1.2 and 1.3 on the union of the heads' sets, 1.1 on every head's own")
         if s.view == "sampled":
             lines.append("sampled graphs: the checks are about the expected graph, pairs with p > 0")
         if s.view == "summaries":
             lines.append("these are the pairs it joins, most of them through summaries; Theorem 1 is about eq. 2 only")
-        if s.view == "other":
-            lines.append("reaches tokens through summaries: Theorem 1 is about eq. 2 and does not cover it")
         if self.proposition1 is not None:
             lines += self.proposition1.reasons
         if self.universal is False and not self.refuted:
             lines.append("not covered by Theorem 1, which does not prove that it is not universal")
         return lines
 
+    def _conditions(self) -> list[str]:
+        s, rho = self.support, self.map
+        hops, why = f"1.3 hops{' (causal variant)' if s.causal else ''}", self.hops.why(s.causal)
+        if self.path is None or rho is None:
+            outside = f"not eq. 2 of Yun et al.: {s.why_other}; Theorem 1 does not cover it"
+            return [outside, f"{hops}, on the possible pairs: {why}"]
+        return [
+            _loops_reason(s, self.loops),
+            f"1.2 Hamiltonian path: {self.path.status}; {self.path.why}",
+            f"{hops}: {why}",
+            f"2 probability map {rho.name}: {'holds' if rho.holds else 'fails'}, {rho.why}",
+        ]
+
+    def counted(self, unit: str = "") -> str:
+        """How many connections, and the sparsity. Of what is not covered they are those that are possible."""
+        words = ["possible"] * (self.support.view == "other") + [unit] * bool(unit)
+        return " ".join([f"{connections(self.support):,}", *words, f"per layer, sparsity {sparsity(self.support):.2%}"])
+
     def to_dict(self) -> dict[str, Any]:
         """The verdict as plain values, for JSON."""
-        s, order = self.support, self.path.order
+        s, path, rho = self.support, self.path, self.map
+        order = None if path is None else path.order
         return {
             "name": s.name,
             "n": s.n,
@@ -107,16 +132,17 @@ class Verdict:
             "layout": s.layout,
             "families": len(s.cycle),
             "universal": self.universal,
+            "answer": self.answer,
             "refuted": self.refuted,
             "assumption1": self.assumption1,
-            "assumption2": self.map.holds,
+            "assumption2": None if rho is None else rho.holds,
             "self_loops": self.self_loops,
             "self_loops_witness": self.loops,
             "hamiltonian_path": self.hamiltonian_path,
-            "path_why": self.path.why,
+            "path_why": None if path is None else path.why,
             "hops": self.hops.steps,
             "hops_witness": self.hops.witness,
-            "map": self.map.name,
+            "map": None if rho is None else rho.name,
             "connections": connections(s),
             "sparsity": sparsity(s),
             "proposition1": None if self.proposition1 is None else self.proposition1.to_dict(),
@@ -125,9 +151,8 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        s, answer = self.support, {True: "yes", False: "no", None: "not decided"}[self.universal]
-        counts = f"{connections(s):,} connections per layer, sparsity {sparsity(s):.2%}"
-        return "\n".join([f"{s.name}, n = {s.n}: universal? {answer} ({counts})", *self.reasons])
+        s, counts = self.support, self.counted("connections")
+        return "\n".join([f"{s.name}, n = {s.n}: universal? {self.answer} ({counts})", *self.reasons])
 
 
 def check(
@@ -141,13 +166,18 @@ def check(
 ) -> Verdict:
     """Assumptions 1 and 2 for anything `sets.read` takes.
 
-    `map` is a probability map or any callable (columns, n) → weights; None = the mechanism's own, else softmax.
+    `map` is a probability map or any callable (columns, n) → weights; None = the mechanism's own, else softmax. A
+    mechanism that Theorem 1 does not cover has none.
     `seed` is that of the heuristic search for γ: it may decide more or less, never differently.
     """
     support = source if isinstance(source, Support) else read(source, n, causal=causal, layout=layout)
     rho = map or support.map or Softmax()
     if not isinstance(rho, ProbabilityMap) and not callable(rho):
         raise TypeError(f"map is {rho!r}; it must be a probability map or a callable (columns, n) → weights")
+    if support.view == "other":
+        if map is not None:
+            raise ValueError(f"{support.name} has no probability map to replace: {support.why_other}")
+        return Verdict(support, None, None, hops(support.cycle, support.causal), None)
     columns = min(support.n, 32)  # the formulas hold for every n; verifying them needs no long columns
     return Verdict(
         support,

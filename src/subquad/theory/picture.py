@@ -38,7 +38,8 @@ def draw_hops(verdict: Verdict, title: str = "") -> Figure:
         if t >= steps:
             break
     s = verdict.hops.steps
-    note = f"n = {n}, " + (f"s = {s}" if s else verdict.hops.why(support.causal))
+    pairs = "possible pairs, " if support.view == "other" else ""
+    note = f"n = {n}, {pairs}" + (f"s = {s}" if s else verdict.hops.why(support.causal))
     legend = [(rgb(COLOURS[kind])[None, None], meaning) for kind, meaning in MEANING.items()]
     rows = [panels[i : i + 4] for i in range(0, len(panels), 4)]
     sheet = Sheet(rows, 400, title or f"{support.name}: who has been seen after t layers", note, legend)

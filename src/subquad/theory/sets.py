@@ -13,7 +13,8 @@ per family; that many are assumed.
 
 A mechanism is read through its class, never by its name: `pattern` (a map over index sets, eq. 2), `partitions` or
 `partition` (Combiner plans, with groups summarised by `abstraction`), a random graph (`capabilities.stochastic`), or
-a probability map over all pairs (`map`). A class may say so itself with `theory_view`, one of `VIEWS`.
+a probability map over all pairs (`map`). A class may say so itself with `theory_view`, one of `VIEWS`, and with
+`theory_reason` why it is none of them ("other").
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from subquad.supports.pattern import Csr, Pattern, csr_of_mask
 
 LAYOUTS = ("sequential", "union", "multihead")
 VIEWS = ("map", "summaries", "sampled", "other")  # how the weights of a mechanism come about; see `Support.view`
+NOT_EQ2 = "its weights are not a probability map of the scores of queries and keys over a fixed set of tokens"
 NOT_COPIED = ("num_heads", "head_dim", "scale", "dropout", "layer_index")  # options a layer of the proof sets itself
 
 
@@ -93,6 +95,7 @@ class Support:
     plans: tuple[Any, ...] = ()  # view "summaries": the partitions
     abstraction: str = ""  # view "summaries": how a group becomes one query and one key
     layer: tuple[str, dict[str, Any]] | None = field(default=None, repr=False)  # what MultiheadAttention is made with
+    why_other: str = NOT_EQ2  # view "other": what sets it apart from eq. 2
 
     @property
     def n(self) -> int:
@@ -185,6 +188,8 @@ def _from_attention(a: Any, n: int) -> Support:
         return _arrange(name, [pattern.csr(n, f) for f in used], causal, layout, map=rho, **more)
     if view == "summaries":
         more |= {"plans": plans_of(a), "abstraction": getattr(a.options, "abstraction", "")}
+    if view == "other":
+        more["why_other"] = getattr(a, "theory_reason", NOT_EQ2)
     mask = a.support(n)
     masks = mask.unique(dim=0) if mask.dim() == 3 else mask[None]  # heads with equal sets are one family
     rho = getattr(a, "map", None) if view == "map" else None

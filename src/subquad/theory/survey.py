@@ -29,12 +29,11 @@ class Row:
 
     def cells(self) -> list[str]:
         v = self.verdict
-        words = {True: "yes", False: "no", None: "not decided"}
-        universal = "not covered" if v.support.view == "other" and v.assumption1 else words[v.universal]
-        path = "identity" if v.path.identity else v.path.status
+        loops = {True: "yes", False: "no", None: "–"}[v.self_loops]
+        path = "–" if v.path is None else "identity" if v.path.identity else v.path.status
         hops = str(v.hops.steps) if v.hops.steps else v.hops.why(v.support.causal)
         counts = [f"{connections(v.support):,.0f}", f"{self.exponent:.2f}", f"{sparsity(v.support):.1%}"]
-        return [self.spec, universal, words[v.self_loops], path, hops, *counts]
+        return [self.spec, v.answer, loops, path, hops, *counts]
 
 
 def survey(n: int, *, causal: bool = False) -> Iterator[Row]:
