@@ -148,6 +148,7 @@ class CompositeSlice(Attention):
     Options = SliceOptions
     capabilities = Capabilities(level="layer", weights=False)
     family = "multi-scale"
+    theory_reason = "beyond its own slice a token learns of others through summaries of their slices"
     published_positions = "own"  # MS-VIPE
     paper = "Lee et al. 2023"
     cost = "n·α·L + n²/L²"

@@ -44,6 +44,7 @@ class FMMformer(Attention):
     __doc__ = __doc__
 
     family = "kernel"
+    theory_reason = "its weights mix those of a softmax with products of features"
     paper = "Nguyen et al. 2021"
     cost = "n·(bandwidth + r·d)"
     exponent = 1.0

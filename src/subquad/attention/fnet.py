@@ -32,6 +32,7 @@ class FNet(OutputAttention):
 
     capabilities = Capabilities(causal=False, streaming=False, weights=False)
     family = "fixed mixing"
+    theory_reason = "it compares no queries with keys and has no probability map"
     paper = "Lee-Thorp et al. 2022"
     cost = "n·log n"
     exponent = 1.0

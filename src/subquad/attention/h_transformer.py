@@ -39,6 +39,7 @@ class HTransformer(Attention):
     __doc__ = __doc__
 
     family = "hierarchical"
+    theory_reason = "distant tokens are scored together, by their means"
     paper = "Zhu and Soricut 2021"
     cost = "n·block, causal n·block·log n"
     exponent = 1.0

@@ -104,6 +104,7 @@ class HCA(Attention):
 
     capabilities = Capabilities(bidirectional=False, level="layer", weights=False)
     family = "compressed"
+    theory_reason = "beyond its window it attends to compressed entries, not to tokens"
     paper = "DeepSeek-V4"
     cost = "n·(window + n/rate)"
     exponent = 2.0

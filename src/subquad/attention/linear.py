@@ -40,6 +40,7 @@ class KernelAttention(Attention):
     """Attention whose scores are products of features; a subclass writes `features`."""
 
     family = "kernel"
+    theory_reason = "its weights are products of features, not a probability map of scores"
     exponent = 1.0
     positional = False
     boundary = "one matrix of sums per head"

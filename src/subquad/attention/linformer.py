@@ -32,6 +32,7 @@ class Linformer(OutputAttention):
 
     capabilities = Capabilities(causal=False, streaming=False, needs_max_length=True, weights=False)
     family = "low rank"
+    theory_reason = "it attends to projections of the whole sequence, not to tokens"
     paper = "Wang et al. 2020"
     cost = "n·k"
     exponent = 1.0

@@ -40,6 +40,7 @@ class LongShort(OutputAttention):
 
     capabilities = Capabilities(weights=False)
     family = "low rank"
+    theory_reason = "beyond its window it attends to projections of the sequence, not to tokens"
     paper = "Zhu et al. 2021"
     cost = "n·(window + rank)"  # causal: rank·n/segment in place of rank
     examples = ({"window": 4, "rank": 2, "segment": 6}, {"window": 5, "rank": 9, "segment": 4})

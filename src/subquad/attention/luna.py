@@ -40,6 +40,7 @@ class Luna(OutputAttention):
 
     capabilities = Capabilities(weights=False)
     family = "memory"
+    theory_reason = "tokens are reached through a memory that packs them"
     paper = "Ma et al. 2021"
     cost = "n·l"
     exponent = 1.0

@@ -36,6 +36,7 @@ class MoBA(Attention):
 
     capabilities = Capabilities(bidirectional=False)
     family = "selected blocks"
+    theory_reason = "whom a token attends to depends on what the tokens contain"
     paper = "Lu et al. 2025"
     cost = "n·topk·block + n²/block"
     exponent = 2.0

@@ -63,6 +63,7 @@ class NSA(OutputAttention):
 
     capabilities = Capabilities(bidirectional=False, weights=False)
     family = "selected blocks"
+    theory_reason = "it adds up three attentions, to compressed blocks, to blocks chosen by content and to a window"
     paper = "Yuan et al. 2025"
     cost = "n·(topk·block + window) + n²/stride"
     exponent = 2.0

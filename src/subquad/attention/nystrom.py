@@ -45,6 +45,7 @@ class Nystrom(OutputAttention):
 
     capabilities = Capabilities(causal=False, streaming=False, weights=False)
     family = "low rank"
+    theory_reason = "its weights are a product of three matrices, made from landmarks"
     paper = "Xiong et al. 2021"
     cost = "n·m"
     exponent = 1.0

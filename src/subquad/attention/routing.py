@@ -56,6 +56,7 @@ class Routing(Attention):
     Options = RoutingOptions
     data_dependent = True
     family = "learned clusters"
+    theory_reason = "whom a token attends to depends on what the tokens contain"
     paper = "Roy et al. 2021"
     cost = "n·clusters + n²/clusters"
     positional = False  # causality needs the order of the tokens alone

@@ -41,6 +41,7 @@ class Scatterbrain(Attention):
     __doc__ = __doc__
 
     family = "kernel"
+    theory_reason = "its weights are products of features, except where hashing brings two tokens together"
     paper = "Chen et al. 2021"
     cost = "n·r + n²/buckets"
     exponent = 2.0

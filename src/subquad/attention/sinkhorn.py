@@ -69,6 +69,7 @@ class Sinkhorn(Attention):
 
     capabilities = Capabilities(needs_max_length=True)
     family = "sorted blocks"
+    theory_reason = "it attends to blocks that are sorted by what they contain"
     paper = "Tay et al. 2020"
     cost = "n·block + n²/block"
     exponent = 2.0

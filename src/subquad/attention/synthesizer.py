@@ -40,6 +40,7 @@ class Synthesizer(Attention):
 
     capabilities = Capabilities(needs_max_length=True)
     family = "dense"
+    theory_reason = "its weights are made without comparing queries with keys"
     paper = "Tay et al. 2021"
     cost = "n²"
     exponent = 2.0

@@ -107,7 +107,7 @@ class Verdict:
         s, rho = self.support, self.map
         hops, why = f"1.3 hops{' (causal variant)' if s.causal else ''}", self.hops.why(s.causal)
         if self.path is None or rho is None:
-            outside = f"not eq. 2 of Yun et al.: {s.why_other}; Theorem 1 does not cover it"
+            outside = f"{s.why_other}: Theorem 1 is about eq. 2 of Yun et al. and does not cover it"
             return [outside, f"{hops}, on the possible pairs: {why}"]
         return [
             _loops_reason(s, self.loops),

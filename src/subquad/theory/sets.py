@@ -34,7 +34,7 @@ from subquad.supports.pattern import Csr, Pattern, csr_of_mask
 
 LAYOUTS = ("sequential", "union", "multihead")
 VIEWS = ("map", "summaries", "sampled", "other")  # how the weights of a mechanism come about; see `Support.view`
-NOT_EQ2 = "its weights are not a probability map of the scores of queries and keys over a fixed set of tokens"
+UNDECLARED = 'its class declares neither a pattern nor a probability map over its sets (theory_view = "map")'
 NOT_COPIED = ("num_heads", "head_dim", "scale", "dropout", "layer_index")  # options a layer of the proof sets itself
 
 
@@ -95,7 +95,7 @@ class Support:
     plans: tuple[Any, ...] = ()  # view "summaries": the partitions
     abstraction: str = ""  # view "summaries": how a group becomes one query and one key
     layer: tuple[str, dict[str, Any]] | None = field(default=None, repr=False)  # what MultiheadAttention is made with
-    why_other: str = NOT_EQ2  # view "other": what sets it apart from eq. 2
+    why_other: str = UNDECLARED  # view "other": what sets it apart from eq. 2
 
     @property
     def n(self) -> int:
@@ -189,7 +189,7 @@ def _from_attention(a: Any, n: int) -> Support:
     if view == "summaries":
         more |= {"plans": plans_of(a), "abstraction": getattr(a.options, "abstraction", "")}
     if view == "other":
-        more["why_other"] = getattr(a, "theory_reason", NOT_EQ2)
+        more["why_other"] = getattr(a, "theory_reason", UNDECLARED)
     mask = a.support(n)
     masks = mask.unique(dim=0) if mask.dim() == 3 else mask[None]  # heads with equal sets are one family
     rho = getattr(a, "map", None) if view == "map" else None
