@@ -676,6 +676,18 @@ def test_the_study_trains_goes_on_and_draws(tmp_path):
     assert repeated_tokens.draw_training(tmp_path, names).stat().st_size > 1000
 
 
+def test_placements_are_drawn_on_the_scale_of_probabilities(tmp_path, monkeypatch):
+    """A grey block stands for what its title says; divided by its maximum it would be as black as certain edges."""
+    drawn = []
+    monkeypatch.setattr(sbm_pictures, "save", lambda figure, path, **about: drawn.append(figure) or path)
+    sbm_pictures.draw_placements(tmp_path / "3.png")
+    cases = sbm_pictures.placements().values()
+    for axis, place in zip(drawn[0].axes[len(cases) :], cases, strict=True):
+        p, (image,) = sbm_pictures.block_model(*place), axis.images
+        assert image.get_clim() == (0, 1) and torch.allclose(torch.as_tensor(image.get_array()), p)
+        assert axis.get_title() == f"P(edge): mean {p.mean():.2f}, largest {p.max():.2f}"
+
+
 def test_pictures(tmp_path):
     means = [float(sbm_pictures.block_model(*place).mean()) for place in sbm_pictures.placements().values()]
     assert means[0] > 0.9 > 0.2 > means[1] > 0.1 > 0.01 > means[2]
