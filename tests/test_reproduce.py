@@ -402,6 +402,22 @@ def test_arrows_join_the_groups_of_combiner_axial():
     assert sorted(horizontal) == [(0, 1), (1, 3), (4, 5), (5, 7)]
 
 
+def test_the_legend_of_combiner_axial_names_every_colour_of_its_panels(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(drawings, "save", lambda figure, path: drawn.append(figure))
+    drawings.combiner_axial(tmp_path / "2.png", None)
+    (figure,) = drawn
+    panels, legend = figure.axes[:4], figure.axes[4:]
+    colours = lambda axes: {tuple(pixel) for pixel in axes.images[0].get_array().reshape(-1, 3)}  # noqa: E731
+    shown, named = set().union(*map(colours, panels)), set().union(*map(colours, legend))
+    assert shown - named == {(1.0, 1.0, 1.0)}, "white lines between the cells"
+    words = [text.get_text() for text in figure.texts]
+    assert {"direct", "through a summary", "the query", "later tokens"} <= set(words)
+    assert any(word.startswith("above, rows are queries") and "below" in word for word in words)
+    edge = figure.get_figwidth() * figure.dpi
+    assert max(text.get_window_extent().x1 for text in figure.texts) < edge, "nothing is cut off"
+
+
 # ---- the verdict ----------------------------------------------------------------------------------------------------
 
 TABLE = Reproduction(

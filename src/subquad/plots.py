@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 KINDS = ("not attended", "direct", "through a summary")  # the meaning of 0, 1, 2 in `Attention.picture`
 COLOURS = ("#eeeeee", "#1f4e9c", "#f0922b")
+AXES = "rows are queries, columns are keys"
 INK, FAINT = "#222222", "#777777"
 LINES = ("#1f4e9c", "#f0922b", "#2a9d6f", "#b0413e", "#7a5ba6", "#0f9bb5", "#b58a0f", "#d16ba5")
 DPI = 200
@@ -126,7 +127,7 @@ class Panel(NamedTuple):
 
 
 class Sheet(NamedTuple):
-    """Panels in rows, a title and a note above, the names of the rows on the left, a legend below."""
+    """Panels in rows, a title and a note above, the names of the rows on the left, a legend and a caption below."""
 
     rows: Sequence[Sequence[Panel]]
     side: int  # pixels of a panel, about
@@ -134,6 +135,7 @@ class Sheet(NamedTuple):
     note: str
     legend: Sequence[tuple[np.ndarray, str]]  # colours (1, m, 3) of a swatch and their meaning
     labels: Sequence[str] = ()
+    caption: str = AXES  # two lines at most
 
 
 def draw_sheet(sheet: Sheet, n: int) -> Figure:
@@ -159,7 +161,7 @@ def draw_sheet(sheet: Sheet, n: int) -> Figure:
             at = ((left - 24) / width, 1 - (y + side / 2) / height)
             figure.text(*at, sheet.labels[i], size=7, color=FAINT, rotation=90, ha="center", va="center")
         y += side
-    _draw_legend(figure, sheet.legend, left, (width, height))
+    _draw_legend(figure, sheet, left, (width, height))
     return figure
 
 
@@ -176,20 +178,25 @@ def _draw_panel(axes: Axes, panel: Panel, size: int) -> None:
     axes.annotate(panel.title, (0, 1), (0, 12 if note else 4), size=8, weight="bold", color=INK, **above)
 
 
-def _draw_legend(figure: Figure, legend: Sequence[tuple[np.ndarray, str]], x: float, page: tuple[int, int]) -> None:
+def _draw_legend(figure: Figure, sheet: Sheet, x: float, page: tuple[int, int]) -> None:
     width, height = page
-    figure.text(x / width, 34 / height, "rows are queries, columns are keys", size=6.5, color=FAINT)
-    for swatch, meaning in legend:
-        long = 22 if swatch.shape[1] == 1 else 110
+    figure.text(x / width, 52 / height, sheet.caption, size=6.5, color=FAINT, va="top", linespacing=1.25)
+    for colours, meaning in sheet.legend:
+        long = 22 if colours.shape[1] == 1 else 110
         axes = figure.add_axes((x / width, 66 / height, long / width, 22 / height))
         axes.axis("off")
-        axes.imshow(swatch, interpolation="nearest", aspect="auto")
+        axes.imshow(colours, interpolation="nearest", aspect="auto")
         figure.text((x + long + 12) / width, 76 / height, meaning, size=7, color=INK, va="center_baseline")
         x += long + 12 + 11.5 * len(meaning) + 30
 
 
+def swatch(colour: str, meaning: str) -> tuple[np.ndarray, str]:
+    """An entry of a legend."""
+    return rgb(colour)[None, None], meaning
+
+
 def swatches(kinds: Sequence[int]) -> list[tuple[np.ndarray, str]]:
-    return [(rgb(COLOURS[kind])[None, None], KINDS[kind]) for kind in kinds]
+    return [swatch(COLOURS[kind], KINDS[kind]) for kind in kinds]
 
 
 # ---- one mechanism -----------------------------------------------------------------------------------------

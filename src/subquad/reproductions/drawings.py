@@ -11,7 +11,9 @@ import torch
 
 from subquad.attention.base import Attention
 from subquad.attention.registry import for_length
-from subquad.plots import Panel, Sheet, cells, draw_sheet, rgb, save, swatches
+from subquad.plots import AXES, COLOURS, Panel, Sheet, cells, draw_sheet, rgb, save, swatch, swatches
+
+QUERY = "#7b4fa3"  # the colour of the one query that a panel is about
 
 
 def matrices(path: Path, title: str, specs: Sequence[tuple[str, str]], n: int, *, causal: bool) -> None:
@@ -44,13 +46,15 @@ def combiner_axial(path: Path, plan: Any) -> None:
     made = {name: one_head(spec, n, causal=True) for name, spec in specs.items()}
     grids = {name: cells(one.picture(n)[query].view(-1, cols)) for name, one in made.items()}  # (3, 4, 3)
     for grid in grids.values():
-        grid[query // cols, query % cols] = rgb("#7b4fa3")
+        grid[query // cols, query % cols] = rgb(QUERY)
     rows = [
         [Panel(cells(one.picture(n)), name) for name, one in made.items()],
         [Panel(grid, name, f"as token {query} sees it") for name, grid in grids.items()],
     ]
     title = "Combiner, figure 2: a picture of 3 × 4"
-    figure = draw_sheet(Sheet(rows, side, title, f"n = {n}, causal", swatches((1, 2))), n)
+    legend = [*swatches((1, 2)), swatch(QUERY, "the query"), swatch(COLOURS[0], "later tokens")]
+    caption = f"above, {AXES}; below, the picture itself:\narrows join the tokens of a summary"
+    figure = draw_sheet(Sheet(rows, side, title, f"n = {n}, causal", legend, caption=caption), n)
     cell = round(side / n)
     for axes, one in zip(figure.axes[2:4], made.values(), strict=True):
         for ends in arrows(one, n, query):
