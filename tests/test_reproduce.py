@@ -901,6 +901,12 @@ def test_costs_and_steps_are_drawn():
     for axis, kind in ((time, "time"), (memory, "memory")):
         line = next(line for line in axis.lines if line.get_label() == "Performer")
         assert np.allclose(line.get_xydata(), [(n, row[f"{kind}, {n}"]["mean"]) for n in (2**k for k in range(10, 15))])
+        assert [tick.get_text() for tick in axis.get_xticklabels()] == ["1k", "2k", "4k", "8k", "16k"]
+        assert not len(axis.get_xticks(minor=True))
+        for look in ("get_marker", "get_markersize"):
+            assert len({getattr(line, look)() for line in axis.lines}) == len(axis.lines) == 8
+    dashes = {str(curves.layered(i, 8)["linestyle"]) for i in range(8)}
+    assert len(dashes) == 8, "lines on one another have their gaps at other places"
     (axis,) = curves.score_over_steps(results["sbm-figure-4"]).axes
     curve = results["sbm-figure-4"]["ours"]["Reformer"]["accuracy"]["curve"]
     assert np.allclose(next(line for line in axis.lines if line.get_label() == "Reformer").get_xydata(), curve)

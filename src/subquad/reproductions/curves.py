@@ -14,6 +14,8 @@ from subquad.tasks import task as make_task
 
 SELF_ATTENTION = {"causal-lm": (True,), "seq2seq": (False, True)}  # causal or not; of all other heads: not
 COLOURS = {"STRIDED": "C0", "FIXED": "C1", "STAR": "C2", "RANDOM": "C3"}
+MARKERS = "osD^v<>P"
+PERIOD = 16  # of a dashed line, in widths of the line
 DASHES = {"": "-", "UNION": "-", "MULTIHEAD": "--", "SEQUENTIAL": ":"}
 
 
@@ -43,12 +45,27 @@ def cost_over_length(result: dict[str, Any]) -> Any:
     """Combiner's figure 3."""
     figure, axes = sheet(2, width=11)
     for axis, (kind, title) in zip(axes, {"time": "seconds of a forward pass", "memory": "MiB"}.items(), strict=True):
-        for name, row in result["ours"].items():
+        lengths = set[int]()
+        for i, (name, row) in enumerate(result["ours"].items()):
             points = [(int(key.split(", ")[1]), cell["mean"]) for key, cell in row.items() if key.startswith(kind)]
-            axis.plot(*zip(*points, strict=True), marker=".", label=name)
+            axis.plot(*zip(*points, strict=True), **layered(i, len(result["ours"])), label=name)
+            lengths.update(n for n, _ in points)
         axis.set(title=title, xlabel="length", xscale="log", yscale="log")
-    axes[0].legend(fontsize=7)
+        axis.set_xticks(sorted(lengths), [f"{n // 1024}k" for n in sorted(lengths)])
+        axis.xaxis.minorticks_off()
+    axes[0].legend(fontsize=7, handlelength=5)
     return figure
+
+
+def layered(i: int, count: int) -> dict[str, Any]:
+    """The look of the i-th of so many lines that may lie on one another: through the gaps in those above, and around
+    their smaller markers, those below can be seen.
+    """
+    dashes: Any = (-PERIOD * i / count, (0.6 * PERIOD, 0.4 * PERIOD)) if i else "-"
+    return {
+        "marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "none", "markersize": 3 + count - i,
+        "linestyle": dashes, "linewidth": 1.6,
+    }  # fmt: skip
 
 
 def score_over_steps(result: dict[str, Any]) -> Any:
