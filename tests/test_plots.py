@@ -9,6 +9,7 @@ import torch
 import subquad
 from subquad import plots
 from subquad.attention.base import Attention, Capabilities
+from subquad.attention.registry import for_length
 from subquad.bench import Row
 
 
@@ -112,6 +113,52 @@ def test_the_gallery_covers_the_registry():
     assert set(subquad.available()) <= set(words)
 
 
+def test_every_title_of_the_gallery_stands_above_a_cost():
+    """Also where the upper panel is empty because the mechanism is causal only."""
+    titles, costs = {}, set()
+    for axes in plots.draw_gallery(n=16).axes:
+        note, title = (axes.texts[-2], axes.texts[-1]) if len(axes.texts) > 1 else (None, None)
+        if title is not None and title.get_text():
+            titles[title.get_text()] = title.get_position()
+            costs |= {title.get_text()} if note.get_text().startswith("cost ") else set()
+    assert costs == set(titles) == set(subquad.available())
+    assert len(set(titles.values())) == 1
+
+
+@pytest.mark.parametrize("spec", ["moba:block=8,topk=3", "sinkhorn:block=8"])
+def test_chosen_blocks_are_drawn_as_an_example(spec):
+    """A causal query sees its own block up to itself, and whole blocks before it: no more than the options allow."""
+    n, allowed = 60, 1 + ("moba" in spec)
+    block, drawn = torch.arange(n) // 8, for_length(spec, n, causal=True).picture(n)
+    own = block[:, None] == block
+    assert torch.equal(drawn[own].bool(), torch.ones(n, n).tril()[own].bool())
+    before = [set(block[(row > 0) & (block < at)].tolist()) for row, at in zip(drawn, block, strict=True)]
+    assert [len(chosen) for chosen in before] == [min(allowed, at) for at in block.tolist()]
+    assert [int(row.sum()) for row in drawn] == [8 * len(x) + i % 8 + 1 for i, x in enumerate(before)]
+    assert torch.equal(drawn, for_length(spec, n, causal=True).picture(n)), "the same picture every time"
+
+
+def test_bidirectional_sinkhorn_is_drawn_as_one_order_of_the_blocks():
+    drawn = for_length("sinkhorn:block=8", 64).picture(64)
+    blocks = drawn.unflatten(0, (8, 8)).unflatten(2, (8, 8)).float().mean((1, 3))  # (N, N)
+    assert set(blocks.flatten().tolist()) == {0, 1} and (blocks.diagonal() == 1).all()
+    beside = blocks - torch.eye(8)
+    assert (beside.sum(0) <= 1).all() and (beside.sum(1) <= 1).all() and beside.sum() > 4
+    cut = for_length("sinkhorn:block=8,sortcut=2", 64).picture(64)
+    assert (cut == cut[0]).all() and cut[0].sum() == 16
+
+
+def test_weights_are_drawn_also_where_the_example_has_none():
+    attention = for_length("moba:block=4,topk=2", 32, causal=True, num_heads=2, head_dim=4)
+    weights = plots.random_weights(attention, 32, 0)
+    elsewhere = (weights > 0) & (attention.picture(32) == 0)
+    assert elsewhere.any()
+    panel = plots.draw_weights(attention, 32).axes[0].images[0].get_array()
+    size = len(panel) // 32
+    middles = panel[size // 2 :: size, size // 2 :: size]
+    assert (np.ptp(middles[elsewhere[0].numpy()], axis=-1) > 0.01).all(), "blue, not grey"
+
+
 def test_a_mechanism_that_needs_options_says_so_in_its_panel():
     @subquad.register("needy")
     class Needy(Attention):
@@ -125,7 +172,7 @@ def test_a_mechanism_that_needs_options_says_so_in_its_panel():
         panel = plots._gallery_panel("needy", 8, False)
     finally:
         subquad.unregister("needy")
-    assert panel.colours is None and panel.note == "give me more"
+    assert panel.colours is None and panel.reason == "give me more"
 
 
 def test_measurements_are_drawn_on_logarithmic_axes(tmp_path):

@@ -119,11 +119,12 @@ def save_cells(picture: Tensor, path: str | Path, size: int = 4) -> None:
 
 
 class Panel(NamedTuple):
-    """One square: colours (n, n, 3), or None with the reason in `note`."""
+    """One square: colours (n, n, 3), or None and the reason; title and note stand above it."""
 
     colours: np.ndarray | None
     title: str = ""
     note: str = ""
+    reason: str = ""
 
 
 class Sheet(NamedTuple):
@@ -168,14 +169,13 @@ def draw_sheet(sheet: Sheet, n: int) -> Figure:
 def _draw_panel(axes: Axes, panel: Panel, size: int) -> None:
     axes.axis("off")
     if panel.colours is None:
-        reason = textwrap.fill(panel.note, 22)
+        reason = textwrap.fill(panel.reason, 22)
         axes.text(0.5, 0.5, reason, size=7, color=FAINT, ha="center", va="center", transform=axes.transAxes)
     else:
         axes.imshow(_enlarged(panel.colours, size), interpolation="nearest", aspect="auto")
-    note = panel.note if panel.colours is not None else ""
     above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate(note, (0, 1), (0, 3.5), size=6, color=FAINT, **above)
-    axes.annotate(panel.title, (0, 1), (0, 12 if note else 4), size=8, weight="bold", color=INK, **above)
+    axes.annotate(panel.note, (0, 1), (0, 3.5), size=6, color=FAINT, **above)
+    axes.annotate(panel.title, (0, 1), (0, 12 if panel.note else 4), size=8, weight="bold", color=INK, **above)
 
 
 def _draw_legend(figure: Figure, sheet: Sheet, x: float, page: tuple[int, int]) -> None:
@@ -216,6 +216,7 @@ def draw_weights(attention: Attention, n: int, *, title: str = "", seed: int = 0
     """The effective weights of the first `most` heads on random q and k (at level "layer": on random tokens)."""
     weights = random_weights(attention, n, seed)[:most]  # (h, n, n)
     picture = attention.picture(n).expand(attention.options.num_heads, n, n)[:most]
+    picture = picture.where((picture > 0) | (weights == 0), 1)  # where tokens decide, the picture is only an example
     top = float(weights.max()) or 1.0
     squares = [
         Panel(shades(one, kind, top), f"head {head}")
@@ -272,6 +273,8 @@ def draw_gallery(names: Sequence[str] | None = None, n: int = 64, columns: int =
             rows.append([_gallery_panel(name, n, causal) for name in band])
             labels.append("causal" if causal else "bidirectional")
     note = f"n = {n}, bidirectional above causal; options chosen to fit the picture"
+    if any(mechanism(name).picture_note for name in names):
+        note += "; where tokens decide who attends to whom, an example"
     kinds = [kind for kind in (1, 2, 0) if any(_shows(panel, kind) for row in rows for panel in row)]
     return draw_sheet(Sheet(rows, 320, "Who attends to whom", note, swatches(kinds), labels), n)
 
@@ -282,15 +285,15 @@ def _shows(panel: Panel, kind: int) -> bool:
 
 def _gallery_panel(name: str, n: int, causal: bool) -> Panel:
     cls = mechanism(name)
-    title = "" if causal else name
+    title, cost = ("", "") if causal else (name, f"cost {cls.cost}")
     if not (cls.capabilities.causal if causal else cls.capabilities.bidirectional):
-        return Panel(None, title, "not causal" if causal else "causal only")
+        return Panel(None, title, cost, "not causal" if causal else "causal only")
     try:
         picture = for_length(name, n, causal=causal, **cls.gallery).picture(n)
     except (ValueError, TypeError) as error:  # it needs options that nobody gave: the panel says so
-        return Panel(None, title, str(error))
+        return Panel(None, title, cost, str(error))
     picture = picture[0] if picture.dim() == 3 else picture
-    return Panel(cells(picture), title, "" if causal else f"cost {cls.cost}")
+    return Panel(cells(picture), title, cost)
 
 
 # ---- measurements ------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def who(cls: type[Attention], pictures: dict[str, str], size: int) -> str:
     missing = [f"It has no {way} form." for way in WAYS if way not in directions(cls)]
     lines = [f"- ![{cls.name}, {caption}](images/{file})\n\n  {caption}" for file, caption in pictures.items()]
     legend = "Rows are queries, columns are keys. Blue is attended directly, orange through a summary, grey not at all."
-    text = " ".join([f"{size} tokens{chosen}.", legend, *missing])
+    text = " ".join(filter(None, [f"{size} tokens{chosen}.", legend, cls.picture_note, *missing]))
     return f"{text}\n\n:::{{container}} pictures\n" + "\n".join(lines) + "\n:::"
 
 

@@ -44,7 +44,7 @@ class MoBA(Attention):
     sparse = True  # who is chosen depends on the content
     examples = ({"block": 4},)
     gallery = {"block": 8}
-    picture_note = "A query chooses a few blocks by their content. Drawn is everything that it may choose from."
+    picture_note = "A query chooses a few earlier blocks by their content. Here the tokens are random."
 
     @dataclass(frozen=True, kw_only=True)
     class Options(BaseOptions):
@@ -121,6 +121,14 @@ class MoBA(Attention):
             for start in sorted(gates, key=lambda s: -gates[s])[: self.options.topk - 1]:
                 seen[row, head, i, start : start + size] = True
         return masked_map(Softmax(), q, k, seen, call.key_mask, self.options.softmax_scale)
+
+    @torch.no_grad()
+    def picture(self, n: int) -> Tensor:
+        """What random tokens choose; the support itself is every earlier token."""
+        draw = torch.Generator().manual_seed(0)
+        q, k = torch.randn(2, 1, 1, n, self.options.head_dim, generator=draw, device="cpu")
+        past = torch.ones(1, 1, n, n, dtype=torch.bool, device="cpu").tril()
+        return self.chosen(q, k, past, torch.arange(n, device="cpu")[None])[0, 0].int()
 
     def connections(self, n: int) -> float:
         size, more = self.options.block, self.options.topk - 1

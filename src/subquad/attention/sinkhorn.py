@@ -77,8 +77,8 @@ class Sinkhorn(Attention):
     examples = ({"block": 4}, {"block": 4, "sortcut": 2, "causal": False})
     gallery = {"block": 8}
     picture_note = (
-        "A block attends to itself and to the block that learned sorting puts beside it. "
-        "Drawn is everything that can be put there."
+        "A block attends to itself and to the block that learned sorting puts beside it. Here the order is random, "
+        "and nothing is mixed."
     )
 
     @dataclass(frozen=True, kw_only=True)
@@ -209,6 +209,19 @@ class Sinkhorn(Attention):
             weights = scores.masked_fill(~exist, torch.finfo(work).min).softmax(-1) * exist
             rows.append((weights[:, :, None] @ mixes)[:, :, 0])
         return torch.stack(rows, 2)
+
+    def picture(self, n: int) -> Tensor:
+        """Blocks in a random order; the real one is learned, follows from the keys, and may mix blocks."""
+        block, draw = torch.arange(n, device="cpu") // self.options.block, torch.Generator().manual_seed(0)
+        count = -(-n // self.options.block)
+        order = torch.randperm(count, generator=draw, device="cpu")
+        if self.options.sortcut:
+            return torch.isin(block, order[: self.options.sortcut]).int().repeat(n, 1)
+        if self.options.causal:  # an earlier block; the first one has only itself
+            chances = torch.rand(count, generator=draw, device="cpu")
+            order = (chances * torch.arange(count, device="cpu")).long()
+        seen = ((block[:, None] == block) | (order[block][:, None] == block)).int()
+        return seen.tril() if self.options.causal else seen
 
     def connections(self, n: int) -> float:
         blocks = -(-n // self.options.block)
