@@ -552,7 +552,8 @@ def test_calibrate_keeps_its_points_in_the_cache(run, tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "step_seconds", lambda subject, shape, quantity: 1e-8 * shape.n)
     monkeypatch.setattr(measuring, "decode", lambda subject, shape: (1e-3, 100))
     result = run("calibrate", "linear", "--causal", "--minutes", 0)
-    assert "not finished: run the same command again to resume" in result.stdout
+    assert result.exit_code == 0 and "nothing was measured: --minutes 0 is too short" in result.stdout, result.stderr
+    assert not list(tmp_path.iterdir()), "no file without measurements"
     result = run("calibrate", "linear", "--causal")
     assert result.exit_code == 0 and f"calibrated: {tmp_path / 'calibration.json'}" in result.stdout, result.stderr
     assert list(Points.read(tmp_path / "calibration.json")) == [Subject("full", True), Subject("linear", True)]
@@ -564,6 +565,22 @@ def test_calibrate_without_times_says_when_nothing_is_left_to_measure(run, tmp_p
     monkeypatch.setattr("subquad.advice.peaks.memory_steps", lambda *_: 0)
     result = run("calibrate", "linear", "--no-time", "--out", tmp_path / "points.json")
     assert result.exit_code == 2 and "--no-time leaves nothing to measure" in result.stderr
+
+
+@pytest.mark.parametrize("quantity", [None, "forward", "train bytes"])
+def test_without_times_a_file_is_a_calibration_if_it_has_memory(run, tmp_path, quantity):
+    path, found = tmp_path / "points.json", Points(measuring.about_here())
+    found.write(path)
+    assert not path.exists(), "nothing has been measured"
+    path.write_text(json.dumps({"format": 1, **found.about, "rounds": {}, "points": {}}))  # an older version wrote it
+    if quantity is not None:
+        found.add(Subject("linear", True), quantity, Shape(512, *BASE), 1.0)
+        found.write(path)
+    result = run("calibrate", "linear", "--no-time", "--out", path)
+    if quantity == "train bytes":
+        assert result.exit_code == 0 and f"calibrated: {path}" in result.stdout, result.stderr
+    else:
+        assert result.exit_code == 2 and "--no-time leaves nothing to measure" in result.stderr and not result.stdout
 
 
 def test_calibrate_measures_memory_without_times(run, tmp_path, monkeypatch):

@@ -128,7 +128,11 @@ class Points:
     # ---- the file ----
 
     def write(self, path: Path) -> None:
-        """One line per subject and quantity, so that a difference between two files can be read."""
+        """One line per subject and quantity, so that a difference between two files can be read. Without a point there
+        is no file: it would be taken for a calibration.
+        """
+        if not self.values:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [
             (

@@ -311,7 +311,8 @@ def calibrate(
     wanted = subjects(None if specs is None else dict.fromkeys(["full", *specs]), ways, strict=specs is not None)
     known = Points(here) if memory else shipped()
     total = (steps(points, wanted, rounds) if times else 0) + memory_steps(points, wanted, known)
-    if not total and not times and not path.exists():
+    remembered = any(points.of(subject, "train bytes") for subject in wanted)
+    if not total and not times and not remembered:
         raise typer.BadParameter("--no-time leaves nothing to measure here: pass --memory as well")
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = err()
@@ -324,9 +325,9 @@ def calibrate(
         done = not times or measure(points, wanted, path, rounds=rounds, minutes=minutes, tell=tell)
         done = done and measure_memory(points, wanted, path, known, minutes=minutes, tell=tell)
     console = out()
-    console.print(
-        f"{'calibrated' if done else 'not finished: run the same command again to resume'}: {path}", soft_wrap=True
-    )
+    result = "calibrated" if done else "not finished: run the same command again to resume"
+    nothing = f"nothing was measured: --minutes {minutes:g} is too short"
+    console.print(f"{result}: {path}" if points.values else nothing, soft_wrap=True)
     if times and load.share is not None and load.share > BUSY:
         used = f"other programs used {100 * load.share:.0f} % of the machine meanwhile: times may be too long"
         console.print(f"{used} (--overwrite measures again)", style="bold", soft_wrap=True)
