@@ -538,6 +538,27 @@ def test_ctrl_c_is_not_swallowed_by_a_callback_of_the_import_system():
     assert (found.returncode, found.stdout, found.stderr) == (130, "", "")
 
 
+TWICE = """
+import atexit, os, signal, sys, types
+from subquad.__main__ import main
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    sum(range(9))
+def app(prog_name):
+    {first}
+atexit.register(press)
+sys.modules["subquad.cli"] = types.SimpleNamespace(app=app)
+main()
+"""
+
+
+@pytest.mark.parametrize("first", ["press()", "sys.exit(130)"])
+def test_a_second_ctrl_c_while_the_program_ends_is_silent(first):
+    """From the terminal and through a parent process; the second one may find the interpreter at its end."""
+    found = python(TWICE.format(first=first))
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("delay", [0.05, 0.2, 0.5])
 def test_ctrl_c_while_importing_ends_cleanly(delay):
     code = "import sys; from subquad.__main__ import main; print('begun', flush=True); main()"

@@ -6,6 +6,7 @@ import sys
 from types import FrameType
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP threads wait for work
+STOPPED = 130  # exit code after Ctrl-C
 
 
 def main() -> None:
@@ -23,13 +24,26 @@ def main() -> None:
 
         app(prog_name="subquad")
     except KeyboardInterrupt:
-        sys.exit(130)
+        stopped()
+    except SystemExit as end:
+        if end.code == STOPPED:
+            stopped()
+        raise
+
+
+def stopped() -> None:
+    """Exit after Ctrl-C. It may come twice, from the terminal and through a parent process: at the end of the
+    interpreter nothing can catch the second one, so it is ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(STOPPED)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Ctrl-C. Inside the import system, whose callbacks swallow exceptions, the program ends at once."""
     if frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
-        os._exit(130)
+        os._exit(STOPPED)
     raise KeyboardInterrupt
 
 
