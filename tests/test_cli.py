@@ -192,7 +192,7 @@ def test_bench_prints_a_table_and_keeps_json_and_plot(run, quick, tmp_path):
     result = run("bench fixed longformer:window=4 --n 8,4 --causal --backward --json b.json --png b.png" + TINY)
     assert result.exit_code == 0, result.output
     assert "forward + backward, causal, batch 1, 2 heads × 4" in result.stdout
-    assert "longformer:window=4" in result.stdout and "8 MiB" in result.stdout
+    assert "longformer:window=4" in result.stdout and " 8.00 MiB" in result.stdout
     kept = json.loads((tmp_path / "b.json").read_text())
     assert [(row["n"], row["spec"]) for row in kept["rows"]] == [
         (n, spec) for n in (4, 8) for spec in ("full", "fixed", "longformer:window=4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import time
 
@@ -434,5 +435,7 @@ def test_the_command_counts():
 
     told = CliRunner().invoke(app, ["bench", "combiner-fixed", "--n", "1024", "--processes", "2", "--count-only"])
     assert told.exit_code == 0 and "combiner-fixed" in told.output and "1/" in told.output
+    sent = [float(number) for number in re.findall(r"([0-9.]+) MiB", told.output)]
+    assert len(sent) == 2 and all(0 < number < 1 for number in sent), "small numbers are not rounded to 0"
     wrong = CliRunner().invoke(app, ["bench", "combiner-fixed", "--count-only"])
     assert wrong.exit_code != 0

@@ -121,7 +121,11 @@ def against(ratio: float) -> str:
 
 
 def size(memory: int | None) -> str:
-    return "–" if memory is None else f"{memory / 2**20:,.0f} MiB"
+    """In MiB, also what is a part of one: what a process sends often is."""
+    if memory is None:
+        return "–"
+    mib = memory / 2**20
+    return f"{mib:.2f} MiB" if mib < 10 else f"{mib:,.0f} MiB"
 
 
 def count(flops: float | None) -> str:
