@@ -651,7 +651,11 @@ def test_the_command_lists_everything():
     ("line", "message"),
     [
         ("combiner-tabel-1", "unknown table or figure 'combiner-tabel-1'; did you mean combiner-table-1"),
-        ("combiner-table-4", "not reproducible at this size: it is about the absolute number"),
+        (
+            "combiner-table-4",
+            "combiner-table-4 cannot be scaled down: it is about the absolute score of a model of 128",
+        ),
+        ("combiner-table-4", "(30 on ImageNet-64) after 1.2 million steps; --recipe paper runs it at full size\n"),
         ("sbm-table-7", "has nothing to run (hyperparameters): they are the recipes"),
         ("sbm-figure-4 --recipe tiny", "--recipe must be one of small, paper, not 'tiny'"),
         ("sbm-figure-4 --method Mamba", "sbm-figure-4 has no method 'Mamba'; it has Full-attention"),
@@ -700,6 +704,22 @@ def test_bad_input_is_one_clear_line(line, message, tmp_path, monkeypatch):
         (tmp_path / "other" / f"{key}.json").write_text(json.dumps(content))
     result = CliRunner().invoke(app, ["reproduce", *line.split()])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sbm-table-8", "sbm-table-8 is part of sbm-table-1, which is run\n"),
+        ("sbm-table-9", "sbm-table-9 is part of sbm-table-2, which is run\n"),
+        ("sbm-table-1", ""),
+    ],
+)
+def test_a_table_that_another_one_contains_says_what_is_run(name, said, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(command, "_check_data", lambda *given: None)
+    monkeypatch.setattr(command, "_run", lambda plan, results: ran.append(plan.reproduction.key))
+    result = CliRunner().invoke(app, ["reproduce", name, "--out", str(tmp_path)])
+    assert result.exit_code == 0 and result.stderr == said and ran == [find(name).key]
 
 
 def test_a_table_that_is_stopped_before_its_first_run_has_finished(tiny_data, tmp_path, monkeypatch):

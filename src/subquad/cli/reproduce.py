@@ -115,6 +115,8 @@ def reproduce(
 
     earlier = read_earlier(results, chosen.key, recipe)
     before = earlier if chosen.kind == "trained" else {}  # what is measured is written anew
+    if whole.key != name:
+        err().print(f"{name} is part of {whole.key}, which is run", soft_wrap=True)
     _run(Plan(chosen, folder, recipe, seeds, bracket, data, before, jobs, results), results)
 
 

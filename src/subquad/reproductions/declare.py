@@ -133,8 +133,7 @@ def check_possible(reproduction: Reproduction, scale: str) -> None:
     """Refuse what cannot be run at this scale."""
     if scale == "small" and reproduction.too_big:
         raise ValueError(
-            f"{reproduction.key} is not reproducible at this size: {reproduction.too_big}; "
-            "--recipe paper is the real one"
+            f"{reproduction.key} cannot be scaled down: {reproduction.too_big}; --recipe paper runs it at full size"
         )
     if reproduction.kind == "stated":
         raise ValueError(f"{reproduction.key} has nothing to run ({reproduction.title}): {reproduction.differs}")
