@@ -289,6 +289,19 @@ def test_mechanisms_are_compared_at_about_the_length_of_the_wish(n, causal, spec
     assert (trial.remark is not None) == (n > 16384 or (causal and n > 256)), "what differs from the wish is said"
 
 
+def test_what_differs_from_the_wish_is_said_in_sentences():
+    assert quality.trial_for(16384, True, ["linear"]).remark == (
+        "No generated causal task is this long, so the command below uses needle, which is bidirectional. "
+        "lm-bytes --set length=16384 is causal, but needs data."
+    )
+    assert quality.trial_for(65536, True, ["nsa"]).remark == (
+        "No generated causal task is longer than copying-causal. lm-bytes --set length=16384 is causal, but needs data."
+    )
+    shorter = "The command below has 16,384 tokens, as 65,536 would not be trained in minutes."
+    assert quality.trial_for(65536, False).remark == shorter
+    assert (quality.trial_for(65536, True).remark or "").startswith(f"{shorter} No generated causal task")
+
+
 def test_the_results_of_this_package_are_found():
     folder = quality.results_folder()
     assert folder is not None and any(score.spec == "full" for score in quality.read_scores(folder))

@@ -63,7 +63,7 @@ class Trial(NamedTuple):
 
     task: str
     settings: tuple[str, ...] = ()
-    remark: str | None = None  # how it differs from the wish
+    remark: str | None = None  # how it differs from the wish, in sentences
 
 
 def results_folder() -> Path | None:
@@ -113,14 +113,15 @@ def trial_for(n: int, causal: bool, specs: Iterable[str] = ()) -> Trial:
         free = [name for name in tasks.available() if not tasks.describe(name)["needs_data"] and not is_causal(name)]
         return Trial(min(free, key=lambda name: abs(math.log(length_of(name, "small") / n))))
     length = min(max(round(n / 16) * 16, shortest), TRAINED)  # needle: whole sentences
-    shorter = f"{length:,} tokens, as {n:,} would not be trained in minutes" if n > TRAINED else None
+    less = f"The command below has {length:,} tokens, as {n:,} would not be trained in minutes."
+    shorter = less if n > TRAINED else None
     if not causal:
         return Trial("needle", (f"length={length}",), shorter)
-    own = f"lm-bytes --set length={length} is a causal task of this length, and needs data"
+    own = f"lm-bytes --set length={length} is causal, but needs data."
     if not all(_has_way(spec, causal=False) for spec in specs):
-        return Trial("copying-causal", (), f"no generated causal task is longer; {own}")
-    remark = f"needle is bidirectional, as no generated causal task is so long; {own}"
-    return Trial("needle", (f"length={length}",), "; ".join(filter(None, (shorter, remark))))
+        return Trial("copying-causal", (), f"No generated causal task is longer than copying-causal. {own}")
+    long = f"No generated causal task is this long, so the command below uses needle, which is bidirectional. {own}"
+    return Trial("needle", (f"length={length}",), " ".join(filter(None, (shorter, long))))
 
 
 def _has_way(spec: str, *, causal: bool) -> bool:

@@ -250,7 +250,7 @@ def remarks(advice: Advice, rows: list[Row]) -> list[str]:
     if advice.unmeasured:
         lines.append(f"not measured yet (`subquad calibrate`): {', '.join(advice.unmeasured)}")
     if advice.trial is not None and advice.trial.remark:
-        lines.append(f"to compare: {advice.trial.remark}")
+        lines.append(advice.trial.remark)
     return lines
 
 
