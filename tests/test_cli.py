@@ -60,6 +60,11 @@ def test_list_names_every_mechanism(run):
     assert "Vaswani et al. 2017" in result.stdout and "✓" in result.stdout and "n²" in result.stdout
 
 
+def test_explanations_have_no_names_of_the_code():
+    internal = {name: re.findall(r"`[A-Z_]{3,}`", mechanism(name).__doc__ or "") for name in subquad.available()}
+    assert not any(internal.values()), internal
+
+
 def test_list_as_json(run):
     entries = json.loads(run("list --json").stdout)
     assert [entry["name"] for entry in entries] == list(subquad.available())

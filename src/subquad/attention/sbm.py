@@ -7,16 +7,16 @@
     A_i = softmax over {j : M_ij = 1} of q_i·k_j·scale,   out_i = Σ_j A_ij v_j;   no edge: out_i = 0              (3-4)
     dL/dp_ij = dL/ds_ij · s_ij,  s_ij = q_i·k_j·scale,  on sampled edges; 0 elsewhere                             (9)
 
-Cost follows the density: below `CROSSOVER` the edges run through the edge kernel, above it a mask runs dense; the
+Cost follows the density: below about 10 % the edges run through the edge kernel, above it a mask runs dense; the
 record of a call says which. Choices where the paper is silent: exploration adds every edge independently with
 probability δ, so P(M_ij = 1) = p + δ - p·δ in training; every edge that was drawn or explored takes part in eq. 9;
 self-loops and the window pin their edges whatever p is, so these have no part in it; causal samples j ≤ i only; in
 cross-attention the window compares positions counted from 0 on both sides.
 
 Sampling is not switched off in evaluation: everything random follows from the seed of the call. The random numbers of a
-pair go by the ranks of its tokens among the real tokens of their row, so padding never moves them. In evaluation they
-do not go by the place of the row in its batch either: a row gives what it gives alone, and beams can change places. In
-training every row of a batch has random numbers of its own.
+pair depend on the ranks of its tokens among the real tokens of their row, so padding never moves them. In evaluation
+they do not depend on the place of the row in its batch: a row gives the same result as on its own, so beam search may
+reorder rows. In training every row of a batch has random numbers of its own.
 
 The record of a call has `density` (H,), sampled edges / possible edges per head, padding not counted; `path` "edges",
 "dense" or, causal, "both"; in training `auxiliary_loss`, the density loss.
