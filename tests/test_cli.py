@@ -27,6 +27,7 @@ from subquad.cli.terminal import coarse, draw
 from subquad.cli.train import show as show_training
 from subquad.core import declarations
 from subquad.core.declarations import keys, options_class
+from subquad.core.files import ENDINGS
 from subquad.core.numbers import parse_lengths
 from subquad.core.options import fields
 from subquad.models import HEADS
@@ -346,6 +347,18 @@ def test_every_command_has_help_with_an_example(run, command):
     result = run(f"{command} --help")
     assert result.exit_code == 0
     assert "Usage: " in result.stdout and ("Example: " in result.stdout or command == "study")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["plot", "show", "bench", "analyze", *(f"study {name}" for name in studies.STUDIES)],
+)
+def test_help_names_the_formats_of_pictures(run, command):
+    """Those that an error names."""
+    shown = " ".join(run(f"{command} --help").stdout.replace("│", " ").split())
+    if "--png" in shown or "--output" in shown:
+        assert ENDINGS in shown
+        assert f"must end in {ENDINGS}, not in 'a.xyz'" in run("plot fixed -o a.xyz").stderr
 
 
 def test_defaults_in_words_are_shown(run):

@@ -14,7 +14,7 @@ from subquad.attention.registry import check_direction, check_name
 from subquad.cli.plot import Causal
 from subquad.cli.tables import show_table
 from subquad.core.console import err, out
-from subquad.core.files import check_picture
+from subquad.core.files import ENDINGS, check_picture
 from subquad.core.names import import_user_module
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -45,7 +45,9 @@ def analyze(
         str | None, typer.Option("--map", help="Probability map: a name, or module:function for one of your own.")
     ] = None,
     sets: Sets = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the growth of the hop sets into this file.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help=f"Draw the growth of the hop sets into this file ({ENDINGS}).")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Print a table of all mechanisms.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="With --all, print the table in Markdown.")] = False,

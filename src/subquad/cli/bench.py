@@ -9,7 +9,7 @@ import typer
 
 from subquad.attention.registry import check_direction, check_name
 from subquad.cli import given
-from subquad.core.files import check_picture, check_writable
+from subquad.core.files import ENDINGS, check_picture, check_writable
 from subquad.core.numbers import parse_lengths
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ JsonFile = Annotated[
     typer.Option("--json", help="Write the results to this file, which is updated after every measurement."),
 ]
 PictureFile = Annotated[
-    Path | None, typer.Option("--png", help="Draw time and memory against the length into this file.")
+    Path | None, typer.Option("--png", help=f"Draw time and memory against the length into this file ({ENDINGS}).")
 ]
 Peers = Annotated[
     bool,

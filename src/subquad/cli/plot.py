@@ -9,7 +9,7 @@ import typer
 
 from subquad.attention.registry import check_direction, check_name, for_length
 from subquad.core.console import out
-from subquad.core.files import check_picture
+from subquad.core.files import ENDINGS, check_picture
 
 LONGEST = 4096  # a picture is an n × n matrix
 
@@ -30,7 +30,7 @@ def add_to(app: typer.Typer) -> None:
 
 def plot(
     spec: Spec,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write: .png, .pdf or .svg.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help=f"The file to write: {ENDINGS}.")],
     n: Annotated[int, typer.Option("--n", min=1, max=LONGEST, help="Length of the sequence.")] = 64,
     causal: Causal = None,
     weights: Annotated[

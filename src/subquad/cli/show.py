@@ -15,7 +15,7 @@ from subquad.attention.registry import available, check_direction, check_name, f
 from subquad.cli.plot import LONGEST, Causal, Spec
 from subquad.cli.tables import show_table
 from subquad.core.console import out
-from subquad.core.files import check_picture
+from subquad.core.files import ENDINGS, check_picture
 from subquad.core.numbers import possible_pairs
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ def show(
         int, typer.Option("--n", min=1, max=LONGEST, help="Length of the sequence that is counted and drawn.")
     ] = 64,
     causal: Causal = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the picture into this file instead of the terminal.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help=f"Draw the picture into this file ({ENDINGS}) instead of the terminal.")
+    ] = None,
 ) -> None:
     """Explain a mechanism: what it is, its options, its cost, and who attends to whom."""
     check_name(spec, used=False)

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from subquad.attention.registry import check_name
 from subquad.cli import Part, PlainHelp
-from subquad.core.files import check_picture, check_pretrained, check_writable, read_text
+from subquad.core.files import ENDINGS, check_picture, check_pretrained, check_writable, read_text
 from subquad.core.names import unknown
 from subquad.core.numbers import parse_lengths
 from subquad.core.options import split_list
@@ -32,7 +32,7 @@ Written = Annotated[
 ]
 Minutes = Annotated[float, typer.Option(min=0, help="Stop after about this many minutes.")]
 Measured = Annotated[bool, typer.Option("--measured", help="Measure nothing, only write the tables.")]
-Picture = Annotated[Path, typer.Option(help="File for the picture: .png, .pdf or .svg.")]
+Picture = Annotated[Path, typer.Option(help=f"File for the picture: {ENDINGS}.")]
 Runs = Annotated[Path, typer.Option(help="Folder of the runs; finished ones are kept.")]
 Longest = Annotated[int, typer.Option(min=LEAST, help="Lengths from 1024 up to here.")]
 Heads = Annotated[int, typer.Option(min=1, help="Number of heads.")]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # files that tokenizers are read from
 PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp")
+ENDINGS = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -35,7 +36,7 @@ def check_picture(path: Path | None, option: str) -> None:
     if path is not None and path.is_dir():
         raise ValueError(f"{option} must be a file, and {path} is a folder")
     if path is not None and path.suffix.lower() not in PICTURES:
-        raise ValueError(f"{option} must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}, not in {path.name!r}")
+        raise ValueError(f"{option} must end in {ENDINGS}, not in {path.name!r}")
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{option}: the folder {path.parent} does not exist")
     check_writable(path)
