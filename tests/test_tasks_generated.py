@@ -106,7 +106,9 @@ def test_listops_files(tmp_path):
         ("9\t[MAX 2 9 ]\n3\n", "line 2: 1 columns, expected 2"),
         ("9\t[MAX 2 8 ]\n", "line 1: label 9, but the expression comes to 8"),
         ("9\t[MAX 2 9\n", "a bracket is open"),
-        ("9\t[SUM 2 9 ]\n", "'\\[SUM' is not a token"),
+        ("9\t[SUM 2 9 ]\n", "'\\[SUM' is not a token of ListOps \\([^;]*\\)$"),
+        ("2\t[MAX 1 2]\n", "'2]' is not a token of ListOps \\(.*\\); separate tokens with spaces"),
+        ("2\t[MAX 12 ]\n", "'12' is not a token of ListOps \\(.*\\); separate tokens with spaces"),
         ("x\t[MAX 2 9 ]\n", "label 'x'|expected a digit|is not a token"),
     ):
         (path / "bad.tsv").write_text(text)

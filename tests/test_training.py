@@ -472,8 +472,11 @@ def test_predicting_and_generating(tmp_path):
     listops = ("max_length=60", "train_size=64", "eval_size=8")
     train(Run(task("listops", "small", (*small, *listops)), ["full"], tmp_path, command=["x"]))
     model, made = use.load(tmp_path)
-    answers = list(use.predict(model, made, ["[MAX 2 9 [MIN 4 7 ] 0 ]", "", "7"]))
-    assert answers[1] == "" and all(answer in "0123456789" for answer in answers)
+    answers = list(use.predict(model, made, ["[MAX 2 9 [MIN 4 7 ] 0 ]", "7"]))
+    assert len(answers) == 2 and all(answer and answer in "0123456789" for answer in answers)
+    for empty in ("", " \n"):
+        with pytest.raises(ValueError, match="line 2: the line is empty"):
+            list(use.predict(model, made, ["7", empty]))
     with pytest.raises(ValueError, match="'\\[SUM' is not a token of ListOps"):
         list(use.predict(model, made, ["[SUM 1 2 ]"]))
     with pytest.raises(ValueError, match="line 1: the input has 65 tokens, beyond the model's 64"):
@@ -510,7 +513,8 @@ def test_predict_goes_on_past_lines_it_cannot_read(tmp_path):
         result = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), *given], input=typed)
         answers = result.stdout.split("\n")
         assert result.exit_code == 1 and len(answers) == 6 and answers[1:4] == ["", "", ""] and answers[4].isdigit()
-        assert "line 2: the expression: '[SUM' is not a token" in result.stderr and "line 4: not UTF-8" in result.stderr
+        reports = ("line 2: the expression: '[SUM' is not a token", "line 3: the line is empty", "line 4: not UTF-8")
+        assert len(result.stderr.splitlines()) == 3 and all(each in result.stderr for each in reports)
     lines.write_text("7\n")
     assert CliRunner().invoke(app, ["predict", str(tmp_path / "run"), "--file", str(lines)]).exit_code == 0
 

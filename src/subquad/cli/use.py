@@ -63,7 +63,8 @@ def predict(
 ) -> None:
     """Print the answer of a trained model to each line of input.
 
-    A line that cannot be read is reported on standard error, and its answer is empty; the exit code is then 1.
+    A line that is empty or cannot be read is reported on standard error, and its answer is empty; the exit code is
+    then 1.
     """
     if text is not None and file is not None:
         raise typer.BadParameter("give either a text or --file, not both")

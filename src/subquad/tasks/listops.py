@@ -14,6 +14,7 @@ basic_{train,val,test}.tsv (header Source, Target) or the label<TAB>expression f
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,10 +149,16 @@ def tokens(text: str, where: str) -> list[int]:
     words = text.replace("(", " ").replace(")", " ").split()
     for word in words:
         if word not in IDS or word == "<pad>":
-            raise ValueError(f"{where}: {word!r} is not a token of ListOps ({' '.join(TOKENS[1:])})")
+            raise ValueError(f"{where}: {word!r} is not a token of ListOps ({' '.join(TOKENS[1:])}){advice(word)}")
     if not words:
         raise ValueError(f"{where}: no expression")
     return [IDS[word] for word in words]
+
+
+def advice(word: str) -> str:
+    """What is missing in a word that is several tokens, such as `2]`."""
+    apart = re.findall(r"\[[A-Z]+|.", word)
+    return "; separate tokens with spaces" if len(apart) > 1 and set(apart) <= set(TOKENS) else ""
 
 
 def evaluate(ids: list[int], where: str) -> int:

@@ -108,15 +108,17 @@ def evaluate(model: Any, task: Task, part: str = "test", batch: int | None = Non
 def predict(
     model: Any, task: Task, lines: Iterable[str | bytes], report: Callable[[str], Any] | None = None
 ) -> Iterator[str]:
-    """An answer for each line (as text, or as UTF-8); an empty line has an empty answer.
+    """An answer for each line (as text, or as UTF-8).
 
-    A line that cannot be read is an error that names it. With `report` the error goes there, its answer is empty, and
-    the next line is read.
+    A line that cannot be read, such as an empty one, is an error that names it. With `report` the error goes there, its
+    answer is empty, and the next line is read.
     """
     for number, line in enumerate(lines, 1):
         try:
             text = line if isinstance(line, str) else utf8(line, first=number == 1)
-            answer = task.reply(model, text) if text.strip() else ""
+            if not text.strip():
+                raise ValueError("the line is empty")
+            answer = task.reply(model, text)
         except ValueError as error:
             if report is None:
                 raise ValueError(f"line {number}: {error}") from error
