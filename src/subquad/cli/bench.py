@@ -9,7 +9,7 @@ import typer
 
 from subquad.attention.registry import check_direction, check_name
 from subquad.cli import given
-from subquad.core.files import ENDINGS, check_picture, check_writable
+from subquad.core.files import ENDINGS, check_file, check_picture
 from subquad.core.numbers import parse_lengths
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def bench(
     attention (docs/distributed.md).
     """
     kind = refuse_what_does_not_go_together(context)
-    check_writable(json)
+    check_file(json, "--json")
     check_picture(png, "--png")
     _check_specs(specs, kind, causal)
     _check_choice("--dtype", dtype, DTYPES)

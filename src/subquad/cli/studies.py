@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from subquad.attention.registry import check_name
 from subquad.cli import Part, PlainHelp
-from subquad.core.files import ENDINGS, check_picture, check_pretrained, check_writable, read_text
+from subquad.core.files import ENDINGS, check_file, check_picture, check_pretrained, read_text
 from subquad.core.names import unknown
 from subquad.core.numbers import parse_lengths
 from subquad.core.options import split_list
@@ -131,7 +131,7 @@ def gpu_build(
     """Compile the Triton kernels for GPUs ahead of time and show what they use; no GPU is needed."""
     chosen = _choices("target", targets, TARGETS), _choices("dtype", dtypes, DTYPES)
     sizes = parse_lengths(widths, "--widths", "64,128")
-    check_writable(json)
+    check_file(json, "--json")
     from subquad.studies.gpu_build import show
 
     show(*chosen, sizes, kernels, json)
@@ -291,7 +291,7 @@ def _check_files(path: Path, read: Sequence[Path] | None, measured: bool) -> Non
         if not each.is_file():
             raise ValueError(f"{each}: there is no such file")
     if not measured:
-        check_writable(path)
+        check_file(path, "--json")
 
 
 def _choices(what: str, text: str, known: Sequence[str]) -> list[str]:

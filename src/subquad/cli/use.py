@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from subquad.cli.train import Data
 from subquad.core.console import complain, err, out
-from subquad.core.files import model_folder
+from subquad.core.files import check_file, model_folder
 
 Model = Annotated[Path, typer.Argument(help="Folder of a finished run, or of its model.")]
 
@@ -133,8 +133,9 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random draws.")] = 0,
 ) -> None:
     """Sample pictures from a trained density model, value by value. A picture of 32 × 32 pixels takes minutes."""
-    if png.suffix.lower() != ".png" or not png.parent.is_dir():
-        raise typer.BadParameter(f"--out must be a .png file in a folder that exists, not {png}")
+    if png.suffix.lower() != ".png":
+        raise typer.BadParameter(f"--out must end in .png, not in {png.name!r}")
+    check_file(png, "--out")
     model_folder(model)
     from subquad.training.start import quiet
 

@@ -21,10 +21,14 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def check_writable(path: Path | None) -> None:
+def check_file(path: Path | None, option: str) -> None:
     """Find out before a long run whether its results can be kept. Leaves no trace."""
     if path is None:
         return
+    if path.is_dir():
+        raise ValueError(f"{option} must be a file, and {path} is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}: the folder {path.parent} does not exist")
     new = not path.exists()
     path.open("ab").close()
     if new:
@@ -33,13 +37,9 @@ def check_writable(path: Path | None) -> None:
 
 def check_picture(path: Path | None, option: str) -> None:
     """Refuse a file that no picture can be drawn into."""
-    if path is not None and path.is_dir():
-        raise ValueError(f"{option} must be a file, and {path} is a folder")
-    if path is not None and path.suffix.lower() not in PICTURES:
+    if path is not None and not path.is_dir() and path.suffix.lower() not in PICTURES:
         raise ValueError(f"{option} must end in {ENDINGS}, not in {path.name!r}")
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"{option}: the folder {path.parent} does not exist")
-    check_writable(path)
+    check_file(path, option)
 
 
 def check_pretrained(path: Path) -> None:
