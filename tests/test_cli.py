@@ -561,6 +561,27 @@ def test_ctrl_c_is_not_swallowed_by_a_callback_of_the_import_system():
     assert (found.returncode, found.stdout, found.stderr) == (130, "", "")
 
 
+FINALIZED = """
+import os, signal
+from subquad.__main__ import interrupt
+signal.signal(signal.SIGINT, interrupt)
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    sum(range(9))
+class Group:
+    def __del__(self):
+        press()
+group = Group()
+del group
+print("it went on")
+"""
+
+
+def test_ctrl_c_is_not_swallowed_by_a_finalizer():
+    found = python(FINALIZED)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "")
+
+
 TWICE = """
 import atexit, os, signal, sys, types
 from subquad.__main__ import main

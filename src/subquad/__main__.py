@@ -41,9 +41,15 @@ def stopped() -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C. Inside the import system, whose callbacks swallow exceptions, the program ends at once."""
+    """Ctrl-C. Where an exception would be swallowed, the program ends at once: inside the import system, whose
+    callbacks do so, and inside `__del__`.
+    """
     if frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
         os._exit(STOPPED)
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            os._exit(STOPPED)
+        frame = frame.f_back
     raise KeyboardInterrupt
 
 
