@@ -43,7 +43,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | Path, dpi: int = DPI) -> Path:
-    """Write the figure, into a new folder if need be; the ending of the name (.png, .pdf, .svg) is the format."""
+    """Write the figure, into a new folder if need be; the ending of the name (`files.PICTURES`) is the format."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi)
