@@ -52,7 +52,7 @@ def cost_over_length(result: dict[str, Any]) -> Any:
             lengths.update(n for n, _ in points)
         axis.set(title=title, xlabel="length", xscale="log", yscale="log")
         axis.set_xticks(sorted(lengths), [f"{n // 1024}k" for n in sorted(lengths)])
-        axis.xaxis.minorticks_off()
+        axis.set_xticks([], minor=True)
     axes[0].legend(fontsize=7, handlelength=5)
     return figure
 
