@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad.core.spoken import argument
+from subquad.reports.findings import listed
 from subquad.reproductions import PAPERS, REPRODUCTIONS
 from subquad.reproductions.curves import draw_curves, has_curves, picture
 from subquad.reproductions.declare import Reproduction
@@ -227,7 +228,7 @@ def rates_in_words(result: dict[str, Any]) -> str:
     if not tried:
         return "Only the learning rate of the recipe was tried."
     chosen = {place: cells[place]["rate"] for place in tried}
-    lines = [f"Learning rates tried: {_grouped({place: _listed(rates) for place, rates in tried.items()})}."]
+    lines = [f"Learning rates tried: {_grouped({place: listed(rates) for place, rates in tried.items()})}."]
     lines += [
         f"Chosen on validation: {_grouped(chosen)}.",
         at_the_edge((chosen[place], rates) for place, rates in tried.items()),
@@ -269,11 +270,6 @@ def _grouped(values: dict[Place, str]) -> str:
     (first, _), *others = _by_value({f"{name} ({column})": value for (name, column), value in values.items()})
     rest = " · ".join(f"{value} for {'; '.join(places)}" for value, places in others)
     return f"{first}, except {rest}" if rest else first
-
-
-def _listed(words: Sequence[str]) -> str:
-    """a; a and b; a, b and c."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _by_value(values: dict[str, str]) -> list[tuple[str, list[str]]]:
